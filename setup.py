@@ -16,9 +16,9 @@ PLAIN = ["-fno-tree-vectorize", "-fno-tree-slp-vectorize"]
 # Python without a global lock has no stable ABI to name; the library is the same.
 stable = not sysconfig.get_config_var("Py_GIL_DISABLED")
 native = Extension(
-    "zeromesh.kernels._native",
-    ["zeromesh/kernels/native.c", "zeromesh/kernels/messages.c"],
-    depends=["zeromesh/kernels/native.h", "zeromesh/kernels/lanes.h"],
+    "zeromesh.base.kernels._native",
+    ["zeromesh/base/kernels/native.c", "zeromesh/base/kernels/messages.c"],
+    depends=["zeromesh/base/kernels/native.h", "zeromesh/base/kernels/lanes.h"],
     # Products and sums are joined where the source says so only: each instruction set gives the same bits.
     extra_compile_args=["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", *PLAIN, "-pthread"],
     extra_link_args=["-pthread"],

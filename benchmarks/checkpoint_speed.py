@@ -31,11 +31,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import zeromesh
 from heap import Heap
+from zeromesh.apps.launch.launch import launch
+from zeromesh.apps.train.architectures.decoder import Decoder
 from zeromesh.checkpoint.save import save
 from zeromesh.comm.environment import init_distributed, shutdown
 from zeromesh.config.train import ModelShape
-from zeromesh.launcher.launch import launch
-from zeromesh.train.architectures.decoder import Decoder
 
 SIZES = {
     "134M": {"hidden_size": 768, "layers": 12, "heads": 12, "vocab_size": 32000},

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 from bench import commit, machine
 from page import lines_of
-from zeromesh.observe.metrics import read_metrics
+from zeromesh.apps.train.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, HALF = 10, 5
@@ -133,7 +133,7 @@ class Trainer:
 
     @staticmethod
     def _call(config: Path, *overrides: str, resume: bool = False) -> None:
-        command = [sys.executable, "-m", "zeromesh.cli.main", "train", str(config)]
+        command = [sys.executable, "-m", "zeromesh.apps.cli.main", "train", str(config)]
         command += [word for override in overrides for word in ("--set", override)] + ["--resume"] * resume
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
         if done.returncode:

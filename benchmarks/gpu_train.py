@@ -20,23 +20,23 @@ from torch import nn
 from torch.profiler import profile, record_function
 
 import zeromesh
+from zeromesh.apps.plan.choose.layout_documents import layout_from
+from zeromesh.apps.plan.cost.cost_trace import TracedCost
+from zeromesh.apps.plan.cost.passes import TraceOptions
+from zeromesh.apps.plan.machine.here import with_host
+from zeromesh.apps.plan.machine.presets import cluster
+from zeromesh.apps.plan.predict.rank_memory import memory_of
+from zeromesh.apps.plan.predict.time import time_of
+from zeromesh.apps.train.architectures.decoder import Decoder
+from zeromesh.apps.train.architectures.flops import parameters, training_flops_per_token
+from zeromesh.base.kernels.measure import synchronize
+from zeromesh.base.kernels.native import library
+from zeromesh.base.machine import memory, peak_bytes
+from zeromesh.base.spans import PREFIX
+from zeromesh.base.words import bytes_text
 from zeromesh.config.settings import Settings
 from zeromesh.config.train import ModelShape
-from zeromesh.kernels.measure import synchronize
-from zeromesh.kernels.native import library
-from zeromesh.observe.breakdown import Timer
-from zeromesh.observe.machine import memory, peak_bytes
-from zeromesh.observe.spans import PREFIX
-from zeromesh.observe.units import bytes_text
-from zeromesh.plan.convert import layout_from
-from zeromesh.plan.here import with_host
-from zeromesh.plan.memory import memory_of
-from zeromesh.plan.passes import TraceOptions
-from zeromesh.plan.presets import cluster
-from zeromesh.plan.time import time_of
-from zeromesh.plan.trace import TracedCost
-from zeromesh.train.architectures.decoder import Decoder
-from zeromesh.train.architectures.flops import parameters, training_flops_per_token
+from zeromesh.engine.observe.breakdown import Timer
 
 Options = Mapping[str, Any]
 Figures = dict[str, Any]

@@ -59,8 +59,8 @@ class Memory:
     """What is updated: ``elements`` parameters."""
 
     def __init__(self, elements: int) -> None:
-        from zeromesh.kernels.halves import split
-        from zeromesh.tiers.memory import empty
+        from zeromesh.base.kernels.halves import split
+        from zeromesh.shard.store.memory import empty
 
         def make(dtype: torch.dtype) -> torch.Tensor:
             return empty(elements, dtype, torch.device("cpu")).zero_()
@@ -89,8 +89,8 @@ class Memory:
 
     def here(self) -> dict[str, Callable[[int], object]]:
         """The rows of this environment; each takes a number of threads."""
-        from zeromesh.kernels.native import library
-        from zeromesh.kernels.update import UpdatePiece, UpdateStep, update
+        from zeromesh.base.kernels.native import library
+        from zeromesh.base.kernels.update_pass import UpdatePiece, UpdateStep, update
 
         native = library()
         assert native is not None, "the kernels are not built"

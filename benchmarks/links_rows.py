@@ -14,7 +14,7 @@ import torch.distributed as dist
 from cases import Case, make_batch, make_model
 from hosts import sent_by_this_host
 from variants import Step, ddp, fsdp2, zeromesh
-from zeromesh.comm.formats import BLOCK
+from zeromesh.comm.message_formats import BLOCK
 
 CASE = Case(batch=1, sequence=16, bf16=False, hidden=128, layers=8, vocabulary=256, warmup=1)
 """So small that a step takes seconds at 10 Mbit/s, with so many blocks that the two that stay in slots are few."""

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeromesh.tensor.loss import chunk_bytes, linear_cross_entropy
+from zeromesh.parallel.head.linear_cross_entropy import chunk_bytes, linear_cross_entropy
 
 
 def seconds(loss: Callable[[], Tensor], operands: list[Tensor], repetitions: int) -> float:

@@ -33,10 +33,10 @@ import torch
 
 from bench import ROOT, commit, free_name, machine, positive
 from page import lines_of, link
-from zeromesh.tiers import nvme
-from zeromesh.tiers.buffers import Buffer
-from zeromesh.tiers.nvme import MIB, FileStore
-from zeromesh.tiers.swap_file import SwapFile
+from zeromesh.shard.store import nvme
+from zeromesh.shard.store.direct_buffers import Buffer
+from zeromesh.shard.store.nvme import MIB, FileStore
+from zeromesh.shard.store.swap_file import SwapFile
 
 MODES = ("read", "write", "both")
 REQUEST = tuple[bool, int]
@@ -290,7 +290,7 @@ turn ends when the data is on the disk.""",
   the file. They write from a file in memory.
 - *threads* are Python threads that call `preadv` and `pwritev`.
 - *mapped* copies from and to `UntypedStorage.from_file`.
-- *store* is ZeroMesh's: `zeromesh.tiers.nvme.FileStore`. It also compares checksums of all data that it reads.""",
+- *store* is ZeroMesh's: `zeromesh.shard.store.nvme.FileStore`. It also compares checksums of all that it reads.""",
         lines_of(table),
         f"""## The store, by size and number of requests
 

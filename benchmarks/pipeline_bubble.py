@@ -29,19 +29,19 @@ from torch import Tensor, nn
 
 from bench import ROOT, commit, free_name, machine, positive
 from page import lines_of, link
+from zeromesh.apps.launch.launch import launch
 from zeromesh.comm.environment import init_distributed, shutdown
 from zeromesh.comm.mesh import Mesh
-from zeromesh.launcher.launch import launch
-from zeromesh.pipeline.runtime.record import Recorded, Recorder, gather
-from zeromesh.pipeline.runtime.run import Interpreter, Messages
-from zeromesh.pipeline.runtime.stage import Stages
-from zeromesh.pipeline.runtime.weights import Kept
-from zeromesh.pipeline.schedule.actions import Schedule
-from zeromesh.pipeline.schedule.execution import most_held_by_rank
-from zeromesh.pipeline.schedule.generators import ROWS, SEARCH, Shape, generate
-from zeromesh.pipeline.schedule.lowering import add_messages
-from zeromesh.pipeline.schedule.picture import Panel, svg
-from zeromesh.pipeline.schedule.simulate import simulate
+from zeromesh.parallel.pipeline.runtime.interpreter import Interpreter, Messages
+from zeromesh.parallel.pipeline.runtime.record import Recorded, Recorder, gather
+from zeromesh.parallel.pipeline.runtime.stage import Stages
+from zeromesh.parallel.pipeline.runtime.weight_gradients import Kept
+from zeromesh.parallel.pipeline.schedule.actions import Schedule
+from zeromesh.parallel.pipeline.schedule.execution import most_held_by_rank
+from zeromesh.parallel.pipeline.schedule.generators import ROWS, SEARCH, Shape, generate
+from zeromesh.parallel.pipeline.schedule.lowering import add_messages
+from zeromesh.parallel.pipeline.schedule.picture import Panel, svg
+from zeromesh.parallel.pipeline.schedule.simulate import simulate
 
 BUBBLE, STEP = 0.03, 0.05
 """Aims: so much may a bubble differ from its formula, and the time of a step, in parts of it, from the simulator's."""
@@ -153,7 +153,7 @@ class Work(nn.Module):
         return x.sum()
 
     def stage_loss(self, stage: int, batch: Tensor, kept: Kept | None, trains: bool) -> Tensor:
-        """See ``zeromesh.pipeline.runtime.run.Work``."""
+        """See ``zeromesh.parallel.pipeline.runtime.interpreter.Work``."""
         block = self.stages[stage]
         block.seconds, block.graph = self.times[stage], Graph()
         if kept is not None:

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench import commit, machine
 from hosts import Hosts
 from plan_rows import Row, measure, rows
-from zeromesh.launcher.launch import launch
+from zeromesh.apps.launch.launch import launch
 
 
 def _library() -> Path:
@@ -39,7 +39,7 @@ def _library() -> Path:
 def machine_of(ranks: int, folder: Path) -> dict[str, Any]:
     """Measure this machine with so many ranks, as ``zeromesh doctor --save`` does."""
     path = folder / f"machine-{ranks}.json"
-    command = [sys.executable, "-m", "zeromesh.cli.main", "doctor", "--ranks", str(ranks), "--save", str(path)]
+    command = [sys.executable, "-m", "zeromesh.apps.cli.main", "doctor", "--ranks", str(ranks), "--save", str(path)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     found: dict[str, Any] = json.loads(path.read_text())
     return found

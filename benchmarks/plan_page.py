@@ -26,14 +26,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from plan_rows import SEQUENCE, Row, inputs_of, make_model, rows
+from zeromesh.apps.plan.choose.layout_documents import layout_from
+from zeromesh.apps.plan.cost.cost_trace import TracedCost
+from zeromesh.apps.plan.cost.passes import TraceOptions
+from zeromesh.apps.plan.machine.cluster import Device, LinkSpeed, Machine
+from zeromesh.apps.plan.machine.rates import Habits
+from zeromesh.apps.plan.predict.rank_memory import memory_of
+from zeromesh.apps.plan.predict.time import time_of
 from zeromesh.config.settings import Settings
-from zeromesh.plan.convert import layout_from
-from zeromesh.plan.machine import Device, LinkSpeed, Machine
-from zeromesh.plan.memory import memory_of
-from zeromesh.plan.passes import TraceOptions
-from zeromesh.plan.rates import Habits
-from zeromesh.plan.time import time_of
-from zeromesh.plan.trace import TracedCost
 
 RATES = {"100mbit": 1e8, "1gbit": 1e9, "10gbit": 1e10}
 SPEEDS = [0.60 + 0.02 * number for number in range(31)]

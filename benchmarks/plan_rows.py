@@ -14,9 +14,9 @@ from torch import nn
 
 import products
 from zeromesh import initialize
+from zeromesh.apps.train.architectures.decoder import Decoder
 from zeromesh.comm.environment import init_distributed, shutdown
 from zeromesh.config.train import ModelShape
-from zeromesh.train.architectures.decoder import Decoder
 
 SEQUENCE = 256
 PIXELS, CLASSES = 96, 1000

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zeromesh.model.placement import ROWS as PLACEMENTS
-from zeromesh.model.placement import Placement, PlacementRow, Tier
-from zeromesh.plan.cost import Recompute
-from zeromesh.plan.layout import ParallelLayout
-from zeromesh.plan.shape import TransformerShape
+from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
+from zeromesh.apps.plan.cost.cost import Recompute
+from zeromesh.apps.plan.cost.shape import TransformerShape
+from zeromesh.base.placement import ROWS as PLACEMENTS
+from zeromesh.base.placement import Placement, PlacementRow, Tier
 from zeromesh.shard.sizes import Widths
 
 # Fields of a row by the form of their values. What reads those of "any" checks them, as they take several forms.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zeromesh.comm.sums import SumPlace
-from zeromesh.model.placement import Placement, Tier
-from zeromesh.plan.conventions import ActivationRule, Convention
-from zeromesh.plan.layout import ParallelLayout
-from zeromesh.shard.gradient_pools import bytes_of, largest
+from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
+from zeromesh.apps.plan.predict.conventions import ActivationRule, Convention
+from zeromesh.base.placement import Placement, Tier
+from zeromesh.comm.ordered_sums import SumPlace
+from zeromesh.shard.gradients.gradient_pools import bytes_of, largest
 from zeromesh.shard.sizes import RankStates, Resting, UnitElements, Widths, add_size, place_frozen
 
 MIB = 2.0**20

@@ -10,11 +10,11 @@ from math import ceil
 
 from published import Outcome, PublishedRow, UnjudgedError
 from published_conventions import CONVENTIONS, FUSED, Published
-from zeromesh.model.placement import ROWS, Tier
-from zeromesh.plan.cost import Recompute
-from zeromesh.plan.layout import ParallelLayout
-from zeromesh.plan.memory import Moment, RankMemory, memory_of
-from zeromesh.plan.shape import TransformerCost, TransformerShape
+from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
+from zeromesh.apps.plan.cost.cost import Recompute
+from zeromesh.apps.plan.cost.shape import TransformerCost, TransformerShape
+from zeromesh.apps.plan.predict.rank_memory import Moment, RankMemory, memory_of
+from zeromesh.base.placement import ROWS, Tier
 from zeromesh.shard.sizes import UnitElements, Widths
 
 GB, GIB, MIB = 1e9, 2.0**30, 2.0**20

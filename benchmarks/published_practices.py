@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from zeromesh.plan.rates import Habits
+from zeromesh.apps.plan.machine.rates import Habits
 
 
 class Constants(NamedTuple):

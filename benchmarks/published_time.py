@@ -17,15 +17,15 @@ from typing import NamedTuple
 
 from published import Outcome, PublishedRow, UnjudgedError
 from published_practices import ASPECT, CONSTANTS, LLAMA_3, NAMED, PRACTICES, WORDS, Constants, Practice
-from zeromesh.model.placement import ROWS
-from zeromesh.plan.cost import Recompute
-from zeromesh.plan.durations import Durations
-from zeromesh.plan.layout import ParallelLayout
-from zeromesh.plan.machine import Machine
-from zeromesh.plan.presets import cluster
-from zeromesh.plan.rates import Habits
-from zeromesh.plan.shape import TransformerCost, TransformerShape
-from zeromesh.plan.time import StepTime, time_of
+from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
+from zeromesh.apps.plan.cost.cost import Recompute
+from zeromesh.apps.plan.cost.shape import TransformerCost, TransformerShape
+from zeromesh.apps.plan.machine.cluster import Machine
+from zeromesh.apps.plan.machine.presets import cluster
+from zeromesh.apps.plan.machine.rates import Habits
+from zeromesh.apps.plan.predict.durations import Durations
+from zeromesh.apps.plan.predict.time import StepTime, time_of
+from zeromesh.base.placement import ROWS
 
 LAYER = "layer_time"  # kind of rows that time one layer
 

@@ -47,8 +47,8 @@ def settings(folder: Path, ranks: int, width: int, layers: int, kind: str) -> di
 def rank_main(folder: Path) -> None:
     """Run as a rank: train, and die once."""
     sys.path.insert(0, str(ROOT))
-    from zeromesh.cli.main import main
-    from zeromesh.train.loop import Loop
+    from zeromesh.apps.cli.main import main
+    from zeromesh.apps.train.loop import Loop
 
     step, mark = Loop._step, folder / "killed"
 
@@ -74,7 +74,16 @@ def measure(ranks: int, width: int, layers: int, kind: str) -> dict[str, float]:
         for path in sorted((ROOT / "zeromesh").rglob("*.py")):
             (folder / "text" / "-".join(path.relative_to(ROOT).parts)).write_text(path.read_text())
         (folder / "run.json").write_text(json.dumps(settings(folder, ranks, width, layers, kind)))
-        command = [sys.executable, "-m", "zeromesh.cli.main", "launch", "--nproc", str(ranks), "--max-restarts", "1"]
+        command = [
+            sys.executable,
+            "-m",
+            "zeromesh.apps.cli.main",
+            "launch",
+            "--nproc",
+            str(ranks),
+            "--max-restarts",
+            "1",
+        ]
         done = subprocess.run(
             [*command, __file__, "--rank", str(folder)], capture_output=True, text=True,
             env={**os.environ, "PYTHONPATH": str(ROOT)},

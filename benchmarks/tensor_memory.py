@@ -33,9 +33,9 @@ from page import lines_of, link
 from variants import configuration, engine_step
 from worker import LARGE
 from zeromesh import initialize
+from zeromesh.apps.launch.launch import launch
+from zeromesh.base.machine import live_bytes
 from zeromesh.comm.environment import init_distributed, shutdown
-from zeromesh.launcher.launch import launch
-from zeromesh.observe.machine import live_bytes
 
 SPLIT = ("parameter", "gradient", "optimizer")
 LINES = {

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cases import ADAMW, Case
-from zeromesh.train.architectures.decoder import Decoder, rotary_table
+from zeromesh.apps.train.architectures.decoder import Decoder, rotary_table
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 """From this rank's tokens to its loss; with what the variant does between two batches."""
@@ -204,8 +204,8 @@ class Part(nn.Module):
 
 def parts(model: Decoder, autocast: bool) -> list[Part]:
     """A decoder's stages, cut as ZeroMesh cuts it: by operations, with those of the head."""
-    from zeromesh.pipeline.runtime.cut import examine
-    from zeromesh.pipeline.schedule.partition import starts_of
+    from zeromesh.parallel.pipeline.runtime.cut import examine
+    from zeromesh.parallel.pipeline.schedule.partition import starts_of
 
     starts = starts_of("best", examine(model, []), dist.get_world_size())
     return [Part(model, *ends, autocast) for ends in pairwise([*starts, len(model.blocks)])]

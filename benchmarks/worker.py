@@ -133,7 +133,7 @@ def measure(job: Job) -> Figures:
     with watched(device, job["watch"] == "memory" and environment.rank == 0) as peak:
         step, engine = variant.make(case, make_model(case), device)
         if job["watch"] == "spans":
-            from zeromesh.observe.breakdown import Timer
+            from zeromesh.engine.observe.breakdown import Timer
 
             engine.observer.spans.timed = True
             timer = Timer(engine.observer.spans)

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 import zeromesh
-import zeromesh.tensor.logits  # it knows torch's functions by what they are now: before they are replaced here
-from zeromesh.model.split import Held
-from zeromesh.tensor.derive import GATHERING, derive, published
-from zeromesh.tensor.plan import Plan, kind_of, matches, pattern_of
-from zeromesh.tensor.split_activation import RULES
+import zeromesh.parallel.head.logits  # it knows torch's functions by what they are now: before they are replaced here
+from zeromesh.base.split import Held
+from zeromesh.parallel.follow.split_activation import RULES
+from zeromesh.parallel.tensor.derive import GATHERING, derive, published
+from zeromesh.parallel.tensor.tensor_plan import Plan, kind_of, matches, pattern_of
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))

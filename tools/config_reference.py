@@ -13,12 +13,12 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
 
+from zeromesh.base.words import show
 from zeromesh.config.catalogue import Entry, Schema, children, section_of
-from zeromesh.config.names import EXACT_OPTIMIZERS
+from zeromesh.config.optimizer_names import EXACT_OPTIMIZERS
 from zeromesh.config.section import DTYPE_NAMES
 from zeromesh.config.settings import Settings, entries
-from zeromesh.config.tables import EXACT, GONE, NOT_YET, OURS, RENAMED, UNREAD, UNSET, WITHOUT_EFFECT, sections_of
-from zeromesh.observe.units import show
+from zeromesh.config.special_keys import EXACT, GONE, NOT_YET, OURS, RENAMED, UNREAD, UNSET, WITHOUT_EFFECT, sections_of
 
 COMMAND = "python tools/config_reference.py"
 DIFFERENCES_SHOWN = 20

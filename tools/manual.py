@@ -27,7 +27,7 @@ PAGES = {"README.md": "overview.md", "CONTRIBUTING.md": "contributing.md", "CHAN
 
 API = {
     "zeromesh": ("the package's functions, and what they return", ""),
-    "zeromesh.engine": ("the engine that `initialize` returns", ""),
+    "zeromesh.engine.engine": ("the engine that `initialize` returns", ""),
     "zeromesh.zero": (
         "names of `deepspeed.zero`",
         "Init GatheredParameters safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state"
@@ -37,7 +37,7 @@ API = {
     ),
     "zeromesh.pipe": ("names of `deepspeed.pipe`", "LayerSpec TiedLayerSpec PipelineModule"),
     "zeromesh.checkpointing": ("names of `deepspeed.checkpointing`", ""),
-    "zeromesh.batches": ("batches that compute their own loss", "WithLoss"),
+    "zeromesh.engine.batches": ("batches that compute their own loss", "WithLoss"),
     "zeromesh.hf": ("Trainer, its mixin, and the plugin for Accelerate", ""),
     "zeromesh.hf.lightning": ("the strategy for Lightning", "Strategy"),
 }

@@ -63,7 +63,9 @@ def check(kind: str, wheel: Path, folder: Path) -> str:
         sys.exit(f"{wheel.name} was not imported, but {where}")
     version = run([str(python), "-m", "zeromesh", "--version"], folder).strip()
     run([str(python), "-m", "zeromesh", "train", "config.json"], folder)
-    found = run([str(python), "-c", "from zeromesh.kernels.native import examine; print(examine()[0])"], folder).strip()
+    found = run(
+        [str(python), "-c", "from zeromesh.base.kernels.native import examine; print(examine()[0])"], folder
+    ).strip()
     if kind == "pure" and found:
         sys.exit(f"{wheel.name} found native kernels: {found}")
     return f"{wheel.name}: {version}, kernels: {found or 'none'}, trains"

@@ -8,31 +8,31 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from zeromesh.config.version import VERSION
+from zeromesh.base.version import VERSION
 
 if TYPE_CHECKING:
     from zeromesh import checkpointing, pipe, zero
+    from zeromesh.apps.launch.launch import launch
+    from zeromesh.apps.verify.verify_run import verify
     from zeromesh.build import initialize, make_mesh
+    from zeromesh.checkpoint.weights.convert import convert_checkpoint
+    from zeromesh.checkpoint.weights.pretrained import from_pretrained, load_pretrained
     from zeromesh.comm.environment import Environment, init_distributed
     from zeromesh.comm.mesh import Mesh
     from zeromesh.config.settings import Settings
-    from zeromesh.convert import convert_checkpoint
-    from zeromesh.engine import Engine
-    from zeromesh.joint_batch import gather_with_gradient, sync_batch_norm
-    from zeromesh.launcher.launch import launch
-    from zeromesh.optim.groups import no_decay_groups
-    from zeromesh.pretrained import from_pretrained, load_pretrained
-    from zeromesh.verification.run import verify
+    from zeromesh.engine.engine import Engine
+    from zeromesh.engine.joint_batch import gather_with_gradient, sync_batch_norm
+    from zeromesh.shard.optim.groups import no_decay_groups
     from zeromesh.zero import clip_grad_norm_
 
 __version__ = VERSION
 
 _NAMES = {
     "build": "initialize make_mesh", "comm.environment": "Environment init_distributed", "comm.mesh": "Mesh",
-    "config.settings": "Settings", "convert": "convert_checkpoint", "engine": "Engine",
-    "joint_batch": "gather_with_gradient sync_batch_norm", "launcher.launch": "launch",
-    "optim.groups": "no_decay_groups", "pretrained": "from_pretrained load_pretrained",
-    "verification.run": "verify", "zero": "clip_grad_norm_",
+    "config.settings": "Settings", "checkpoint.weights.convert": "convert_checkpoint", "engine.engine": "Engine",
+    "engine.joint_batch": "gather_with_gradient sync_batch_norm", "apps.launch.launch": "launch",
+    "shard.optim.groups": "no_decay_groups", "checkpoint.weights.pretrained": "from_pretrained load_pretrained",
+    "apps.verify.verify_run": "verify", "zero": "clip_grad_norm_",
 }  # fmt: skip
 _MODULES = ("checkpointing", "pipe", "zero")
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -1,6 +1,6 @@
 """``python -m zeromesh``: the command line."""
 
-from zeromesh.cli.main import main
+from zeromesh.apps.cli.main import main
 
 if __name__ == "__main__":
     main()

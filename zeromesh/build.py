@@ -1,4 +1,4 @@
-"""``initialize`` for users: its arguments. ``initialization/steps.py`` has its five steps."""
+"""``initialize`` for users: its arguments. ``engine/initialize/steps.py`` has its five steps."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from zeromesh.apps.plan.automatic import choose_layout
+from zeromesh.apps.plan.compare import prediction
+from zeromesh.base.keras_layers import refuse_other_backends
+from zeromesh.base.signatures import refuse, takes_args_first
 from zeromesh.comm.agreement import world_group
 from zeromesh.comm.environment import Environment, device_of_group, init_distributed
 from zeromesh.comm.mesh import Mesh
-from zeromesh.engine import Engine
-from zeromesh.engine_state import Parts
-from zeromesh.initialization import steps
-from zeromesh.initialization.automatic import choose_layout
-from zeromesh.initialization.layout import make_mesh
-from zeromesh.initialization.plan import Arguments, Config
-from zeromesh.model.keras_layers import refuse_other_backends
-from zeromesh.pipeline_module import PipelineModule
-from zeromesh.plan.compare import prediction
-from zeromesh.signatures import refuse, takes_args_first
+from zeromesh.engine.engine import Engine
+from zeromesh.engine.initialize import steps
+from zeromesh.engine.initialize.model_layout import make_mesh
+from zeromesh.engine.initialize.step_results import Arguments, Config
+from zeromesh.engine.pipeline_module import PipelineModule
+from zeromesh.engine.state import Parts
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
+    from zeromesh.base.loader import Loader
     from zeromesh.config.settings import Settings
-    from zeromesh.training_data import Loader
 
 __all__ = ["initialize", "make_mesh"]
 

@@ -16,23 +16,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zeromesh.model.piece import Piece
-from zeromesh.model.quantized import parts
-from zeromesh.model.tiled import TiledLinear as TiledLinear
-from zeromesh.model.tiled import join_tiles as join_tiles
-from zeromesh.model.tiled import tile_linears as tile_linears
-from zeromesh.owners import is_elsewhere, owner_elsewhere, owner_of, was_placed
-from zeromesh.plan import estimators
-from zeromesh.shard.deferred import recording
-from zeromesh.shard.flat import Flat
-from zeromesh.shard.reducer import complete_together
+from zeromesh.apps.plan import estimators
+from zeromesh.base.piece import Piece
+from zeromesh.base.quantized_layers import parts
+from zeromesh.base.signatures import refuse
+from zeromesh.base.tiled import TiledLinear as TiledLinear
+from zeromesh.base.tiled import join_tiles as join_tiles
+from zeromesh.base.tiled import tile_linears as tile_linears
+from zeromesh.engine.owners import is_elsewhere, owner_elsewhere, owner_of, was_placed
+from zeromesh.shard.gradients.reducer import complete_together
+from zeromesh.shard.parameters.deferred import recording
+from zeromesh.shard.parameters.flat import Flat
+from zeromesh.shard.parameters.unit import Unit
 from zeromesh.shard.sharded import Pick
-from zeromesh.shard.table.table import Table
-from zeromesh.shard.unit import Unit
-from zeromesh.signatures import refuse
+from zeromesh.shard.tables.table import Table
 
 if TYPE_CHECKING:
-    from zeromesh.engine import Engine
+    from zeromesh.engine.engine import Engine
 
 estimate_zero2_model_states_mem_needs = estimators.estimate_zero2_model_states_mem_needs
 estimate_zero2_model_states_mem_needs_all_cold = estimators.estimate_zero2_model_states_mem_needs_all_cold

@@ -14,9 +14,9 @@ import zeromesh
 from harness import RankFailure, run_ranks
 from test_pipeline import CHUNKS, train
 from test_tensor_rules import batch, config, gpt2, llama, step
-from zeromesh.activation.checkpoint import checkpoint_modules
-from zeromesh.activation.store import ActivationStore, HostPool, _Kept
 from zeromesh.comm.collectives import Group
+from zeromesh.parallel.activation.activation_store import ActivationStore, HostPool, _Kept
+from zeromesh.parallel.activation.checkpoint import checkpoint_modules
 
 LIMIT = 120
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from zeromesh.activation.checkpoint import checkpoint, checkpoint_modules
-from zeromesh.activation.store import ActivationStore
+from zeromesh.parallel.activation.activation_store import ActivationStore
+from zeromesh.parallel.activation.checkpoint import checkpoint, checkpoint_modules
 
 
 class Counter(nn.Module):

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS
-from zeromesh.activation.checkpoint import checkpoint_modules, compile_forward
+from zeromesh.parallel.activation.checkpoint import checkpoint_modules, compile_forward
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),

@@ -20,7 +20,7 @@ import gpu_steps
 import gpu_train
 from gpu import DONE, FAILED, GRACE_SECONDS, LATE, LEFT_OUT, NO_ROOM, PAGE_SECONDS, STEPS, WRONG, Results, Run, Step
 from harness import run_command
-from zeromesh.tiers.link import CopyStreams
+from zeromesh.shard.store.link import CopyStreams
 
 PROGRAM = """
 import json, os, sys, time

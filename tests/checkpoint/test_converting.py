@@ -24,8 +24,8 @@ import zeromesh
 from harness import FOLDERS, ROOT, on_ranks, run_command
 from malicious import Malicious
 from runs import assert_same
+from zeromesh.apps.cli.main import app
 from zeromesh.checkpoint.boxes import Reader
-from zeromesh.cli.main import app
 
 
 class Plain(nn.Module):

@@ -12,10 +12,10 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
-from zeromesh.checkpoint import memory_files
-from zeromesh.checkpoint.memory_files import MARK, MEMORY, mark, marked
+from zeromesh.base.lock import FolderInUse
+from zeromesh.checkpoint.copies import memory_files
+from zeromesh.checkpoint.copies.memory_files import MARK, MEMORY, mark, marked
 from zeromesh.config.errors import ConfigError
-from zeromesh.tiers.lock import FolderInUse
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "stage 0": {},

@@ -11,7 +11,7 @@ import zeromesh
 from harness import run_ranks
 from huggingface_models import GROUPED, MODELS, SPECIAL
 from runs import assert_same, config, start, train
-from zeromesh.shard.unit import State
+from zeromesh.shard.parameters.unit import State
 
 LAYERS = 3
 

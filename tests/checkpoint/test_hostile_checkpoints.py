@@ -19,23 +19,23 @@ import foreign_checkpoints as foreign
 import zeromesh
 from mutations import mutated
 from runs import seed_everything
-from zeromesh.checkpoint import folder as folders
+from zeromesh.apps.launch.signed_rendezvous import read_secret
+from zeromesh.apps.plan.cost.source import configuration_of
+from zeromesh.apps.plan.machine.cluster import Machine
+from zeromesh.apps.train.data.tokenizer import load_tokenizer
+from zeromesh.apps.train.metrics import read_metrics
+from zeromesh.base.files import inside
+from zeromesh.base.lock import LOCK, locked
+from zeromesh.checkpoint import checkpoint_folder as folders
 from zeromesh.checkpoint.boxes import Box, Reader, write_shard
+from zeromesh.checkpoint.copies.memory_files import MARK, mark, marked
 from zeromesh.checkpoint.formats import universal
 from zeromesh.checkpoint.formats.form import Contents, StoredRange, whole
 from zeromesh.checkpoint.formats.pickles import Inert, read_tensors
 from zeromesh.checkpoint.manifest import MANIFEST, signed
-from zeromesh.checkpoint.memory_files import MARK, mark, marked
+from zeromesh.checkpoint.weights.pretrained import build
 from zeromesh.config.settings import Settings
-from zeromesh.launcher.rendezvous import read_secret
-from zeromesh.model.files import inside
-from zeromesh.observe.metrics import read_metrics
-from zeromesh.pipeline.schedule.files import read_costs
-from zeromesh.plan.machine import Machine
-from zeromesh.plan.source import configuration_of
-from zeromesh.pretrained import build
-from zeromesh.tiers.lock import LOCK, locked
-from zeromesh.train.data.tokenizer import load_tokenizer
+from zeromesh.parallel.pipeline.schedule.schedule_files import read_costs
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

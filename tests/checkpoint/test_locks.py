@@ -16,9 +16,9 @@ from torch import nn
 
 import zeromesh
 from test_train_cli import call, config
+from zeromesh.apps.train.run_folder import RunFolder
+from zeromesh.base.lock import LOCK, FolderInUse, locked
 from zeromesh.comm.environment import shutdown
-from zeromesh.tiers.lock import LOCK, FolderInUse, locked
-from zeromesh.train.folder import RunFolder
 
 HOLD = """
 import sys, time

@@ -18,10 +18,10 @@ from torch import nn
 import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS
-from zeromesh import pretrained, weight_files
-from zeromesh.shard import deferred
-from zeromesh.shard.deferred import source_of
-from zeromesh.weight_files import INDEX, SINGLE, FileTensor
+from zeromesh.checkpoint.weights import pretrained, weight_files
+from zeromesh.checkpoint.weights.weight_files import INDEX, SINGLE, FileTensor
+from zeromesh.shard.parameters import deferred
+from zeromesh.shard.parameters.deferred import source_of
 
 LIMIT = 120
 FAST = ("gpt2", "llama", "mixtral", "bert", "t5", "resnet")

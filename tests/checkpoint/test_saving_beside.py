@@ -18,8 +18,9 @@ from numerics import OFFLOADED
 from runs import assert_same, config, seed_everything, start, train
 from test_pipeline_saving import BUILD, WORDS
 from test_saving_kills import Killed, Killer
-from zeromesh.checkpoint import background, save
-from zeromesh.checkpoint import folder as folders
+from zeromesh.checkpoint import checkpoint_folder as folders
+from zeromesh.checkpoint import save
+from zeromesh.checkpoint.copies import background
 
 BESIDE: dict[str, Any] = {"checkpoint": {"asynchronous": True}}
 

@@ -19,8 +19,8 @@ import zeromesh
 from harness import run_ranks, spawn_ranks
 from runs import assert_same, config, seed_everything, start, train
 from test_saving_beside import held_back
-from zeromesh.checkpoint import background
-from zeromesh.checkpoint import folder as folders
+from zeromesh.checkpoint import checkpoint_folder as folders
+from zeromesh.checkpoint.copies import background
 
 
 def settings(on_failure: str = "continue", mesh: str = "2") -> dict[str, Any]:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from zeromesh.checkpoint import boxes
 from zeromesh.checkpoint.boxes import Box, Reader, write_shard
-from zeromesh.checkpoint.folder import write_json, write_manifest
+from zeromesh.checkpoint.checkpoint_folder import write_json, write_manifest
 from zeromesh.checkpoint.manifest import CODES, MANIFEST
 
 

@@ -12,7 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 import zeromesh
 from harness import on_ranks, run_ranks
 from runs import train_on_the_loader
-from zeromesh.training_data import Loader, Position, Sampler
+from zeromesh.base.loader import Loader, Position, Sampler
 
 SAMPLES = 40
 

@@ -16,7 +16,7 @@ import torch
 from harness import run_ranks, spawn_ranks
 from runs import assert_same, config, everything, seed_everything, start, train
 from zeromesh.checkpoint import boxes, save
-from zeromesh.checkpoint import folder as folders
+from zeromesh.checkpoint import checkpoint_folder as folders
 
 # Saves that fail.
 

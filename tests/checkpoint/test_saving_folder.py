@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from harness import on_ranks, run_ranks
 from runs import assert_same, config, everything, seed_everything, start, train
-from zeromesh.checkpoint import folder as folders
+from zeromesh.apps.cli.main import app
+from zeromesh.apps.train.run_folder import RunFolder
+from zeromesh.checkpoint import checkpoint_folder as folders
 from zeromesh.checkpoint.packing import pack, unpack
-from zeromesh.cli.main import app
-from zeromesh.train.folder import RunFolder
 
 # Runs that were cut off.
 

@@ -20,10 +20,11 @@ import torch
 import zeromesh
 from harness import run_ranks
 from runs import assert_same, config, seed_everything, start, train
-from zeromesh.checkpoint import background, boxes
-from zeromesh.checkpoint import folder as folders
-from zeromesh.checkpoint.memory_files import Exchange, Kept
-from zeromesh.model.worker import Worker
+from zeromesh.base.worker import Worker
+from zeromesh.checkpoint import boxes
+from zeromesh.checkpoint import checkpoint_folder as folders
+from zeromesh.checkpoint.copies import background
+from zeromesh.checkpoint.copies.memory_files import Exchange, Kept
 
 
 def when_main_waits(act: Callable[[], object]) -> threading.Thread:

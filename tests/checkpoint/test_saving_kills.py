@@ -9,8 +9,8 @@ import torch
 
 from harness import run_command, run_ranks
 from runs import assert_same, config, seed_everything, start, train
-from zeromesh.checkpoint import folder as folders
-from zeromesh.checkpoint.memory_files import MEMORY
+from zeromesh.checkpoint import checkpoint_folder as folders
+from zeromesh.checkpoint.copies.memory_files import MEMORY
 
 OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 """Audit events of what changes a folder, or reads it."""

@@ -12,9 +12,9 @@ from torch import nn
 import zeromesh
 from harness import on_ranks, run_ranks
 from runs import assert_same, config, everything, start, train
+from zeromesh.checkpoint.checkpoint_folder import write_manifest
 from zeromesh.checkpoint.contents import scheduler_name
-from zeromesh.checkpoint.folder import write_manifest
-from zeromesh.checkpoint.optimizer import state_number
+from zeromesh.checkpoint.optimizer_states import state_number
 
 # Optimizers and parameters of other shapes.
 

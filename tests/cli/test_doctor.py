@@ -11,17 +11,17 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from harness import run_command, run_ranks
-from zeromesh.cli import doctor as module
-from zeromesh.cli import machine_file
-from zeromesh.cli.doctor import doctor
-from zeromesh.cli.main import app
+from zeromesh.apps.cli import doctor as module
+from zeromesh.apps.cli import machine_file
+from zeromesh.apps.cli.doctor import doctor
+from zeromesh.apps.cli.main import app
+from zeromesh.apps.plan.machine import speed
+from zeromesh.apps.plan.machine.cluster import Machine
+from zeromesh.base import machine as observed
 from zeromesh.comm import link_speeds
 from zeromesh.comm.environment import VARIABLES, Environment, device_of_group
-from zeromesh.observe import machine as observed
-from zeromesh.observe import speed
-from zeromesh.plan.machine import Machine
 
-COMMAND = ["-m", "zeromesh.cli.main", "doctor"]
+COMMAND = ["-m", "zeromesh.apps.cli.main", "doctor"]
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,9 @@ from typer.testing import CliRunner, Result
 
 from harness import run_ranks
 from runs import config, seed_everything, start, train
+from zeromesh.apps.cli.main import app
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.checkpoint.manifest import MANIFEST
-from zeromesh.cli.main import app
 
 OLD = Path(__file__).parents[1] / "checkpoint" / "data" / "format_1"
 

@@ -8,10 +8,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from harness import run_command
-from zeromesh.cli.main import app
-from zeromesh.pipeline.schedule.actions import parse
-from zeromesh.pipeline.schedule.generators import NAMES, generate
-from zeromesh.pipeline.schedule.lowering import add_messages, forward_only
+from zeromesh.apps.cli.main import app
+from zeromesh.parallel.pipeline.schedule.actions import parse
+from zeromesh.parallel.pipeline.schedule.generators import NAMES, generate
+from zeromesh.parallel.pipeline.schedule.lowering import add_messages, forward_only
 
 
 def call(*options: str | Path) -> Result:
@@ -142,7 +142,7 @@ def test_wrong_input_is_named(options: tuple[str, ...], parts: list[str]) -> Non
 
 def test_the_command_does_without_torch() -> None:
     code = (
-        "import sys; from typer.testing import CliRunner; from zeromesh.cli.main import app; "
+        "import sys; from typer.testing import CliRunner; from zeromesh.apps.cli.main import app; "
         "result = CliRunner().invoke(app, ['schedule', '--name', 'search']); "
         "print(result.exit_code, 'torch' in sys.modules, 'matplotlib' in sys.modules)"
     )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from harness import on_ranks, run_ranks
 from zeromesh.comm.mesh import AXES, Links, Mesh
-from zeromesh.comm.sums import SumPlace
+from zeromesh.comm.ordered_sums import SumPlace
 
 CPU = torch.device("cpu")
 LENGTH = 5

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from harness import FOLDERS, on_ranks, run_command, run_ranks
+from zeromesh.apps.launch.launch import launch
 from zeromesh.comm.environment import (
     VARIABLES,
     Environment,
@@ -21,7 +22,6 @@ from zeromesh.comm.environment import (
     shutdown,
 )
 from zeromesh.comm.failure import first_failure
-from zeromesh.launcher.launch import launch
 
 TEST_PATH = os.pathsep.join([*FOLDERS, str(Path(__file__).parents[2])])
 
@@ -245,7 +245,7 @@ def fail_on_one() -> None:
 def test_launch_shows_the_first_failure_and_nothing_else() -> None:
     code = (
         "import test_environment as t\n"
-        "from zeromesh.launcher.launch import RankFailure\n"
+        "from zeromesh.apps.launch.launch import RankFailure\n"
         "try:\n"
         "    t.launch(t.fail_on_one, 2)\n"
         "except RankFailure as error:\n"

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from harness import RankFailure, on_ranks, run_ranks
+from zeromesh.base.kernels.native import library
 from zeromesh.comm import local
 from zeromesh.comm.collectives import Group, PeerLost
 from zeromesh.comm.local import LocalGroup, Transport, transport
 from zeromesh.comm.mesh import Links, Mesh
-from zeromesh.comm.sums import accumulate
+from zeromesh.comm.ordered_sums import accumulate
 from zeromesh.comm.traffic import Traffic
-from zeromesh.kernels.native import library
 
 CPU = torch.device("cpu")
 native = library()

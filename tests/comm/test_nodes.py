@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zeromesh
 from harness import on_ranks, run_command, run_ranks
 from test_collectives import in_order, values
-from zeromesh.comm.formats import BLOCK, FORMATS
 from zeromesh.comm.mesh import Links, Mesh
+from zeromesh.comm.message_formats import BLOCK, FORMATS
+from zeromesh.comm.ordered_sums import CHUNK
 from zeromesh.comm.second_step import SecondSteps, _OnStream
-from zeromesh.comm.sums import CHUNK
 from zeromesh.comm.topology import Topology
 from zeromesh.comm.traffic import Traffic
 from zeromesh.config.errors import ConfigError
@@ -381,6 +381,6 @@ for _ in range(3):
 def test_a_process_may_end_while_parameters_are_on_their_way(tmp_path: Path) -> None:
     script = tmp_path / "ends.py"
     script.write_text(ENDS)
-    done = run_command([sys.executable, "-m", "zeromesh.cli.main", "launch", "--nproc", "2", script])
+    done = run_command([sys.executable, "-m", "zeromesh.apps.cli.main", "launch", "--nproc", "2", script])
     assert done.returncode == 0, done.stdout
     assert "terminate" not in done.stdout

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from harness import free_port, run_command
 from malicious import Malicious
-from zeromesh.launcher.rendezvous import read_secret
+from zeromesh.apps.launch.signed_rendezvous import read_secret
 
-LAUNCH = [sys.executable, "-m", "zeromesh.cli.main", "launch"]
+LAUNCH = [sys.executable, "-m", "zeromesh.apps.cli.main", "launch"]
 SECRET = "of all nodes of these tests"
 
 LISTENING = """

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from zeromesh.base.placement import ROWS
+from zeromesh.base.precision import LossScale, Precision
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Resolved, Settings, entries
-from zeromesh.config.tables import (
+from zeromesh.config.special_keys import (
     GONE,
     NOT_YET,
     ON_IF_THERE,
@@ -22,8 +24,6 @@ from zeromesh.config.tables import (
     look_up,
     sections_of,
 )
-from zeromesh.model.placement import ROWS
-from zeromesh.model.precision import LossScale, Precision
 
 CONFIGS = Path(__file__).parent / "configs"
 ACCEPTED = sorted(CONFIGS.glob("*.json"))

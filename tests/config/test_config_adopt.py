@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from zeromesh.cli.main import WRONG_INPUT, app
+from zeromesh.apps.cli.main import WRONG_INPUT, app
 from zeromesh.config.adopt import adopt, warn_of
 from zeromesh.config.errors import ConfigError
-from zeromesh.config.names import EXACT_OPTIMIZERS
+from zeromesh.config.optimizer_names import EXACT_OPTIMIZERS
 from zeromesh.config.settings import Settings, entries
-from zeromesh.config.tables import EXACT, RENAMED, look_up
+from zeromesh.config.special_keys import EXACT, RENAMED, look_up
 
 CONFIGS = Path(__file__).parent / "configs"
 LR = {"lr": 1e-4, "betas": [0.9, 0.95]}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from zeromesh.config.batch import BatchSizes, solve_batch
+from zeromesh.config.batch_sizes import BatchSizes, solve_batch
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
 

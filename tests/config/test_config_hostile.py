@@ -12,10 +12,10 @@ from torch import nn
 from typer.testing import CliRunner
 
 import zeromesh
-from zeromesh.cli.main import WRONG_INPUT, app
+from zeromesh.apps.cli.main import WRONG_INPUT, app
+from zeromesh.apps.train.check import check
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings, entries
-from zeromesh.train.check import check
 
 
 def nested(depth: int, container: type) -> Any:

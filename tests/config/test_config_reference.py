@@ -8,7 +8,7 @@ import pytest
 
 from config_reference import files, main, schema
 from zeromesh.config.settings import entries
-from zeromesh.config.tables import GONE, RENAMED, UNREAD, sections_of
+from zeromesh.config.special_keys import GONE, RENAMED, UNREAD, sections_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 CONFIGS = Path(__file__).parent / "configs"

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from harness import on_ranks, run_mpi_ranks, run_ranks
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
-from zeromesh.context import blocks
-from zeromesh.context.attention import STRATEGIES, attend, ring, ulysses
-from zeromesh.context.batch import IGNORE_LABEL, mean_loss, split
-from zeromesh.context.blocks import CPU, EFFICIENT, FLASH, PRODUCTS, AttentionBlock
-from zeromesh.context.order import chunks_of, gathered_order, keep
+from zeromesh.parallel.context import attention_block as blocks
+from zeromesh.parallel.context.attention_block import CPU, EFFICIENT, FLASH, PRODUCTS, AttentionBlock
+from zeromesh.parallel.context.sequence_order import chunks_of, gathered_order, keep
+from zeromesh.parallel.context.spread_attention import STRATEGIES, attend, ring, ulysses
+from zeromesh.parallel.context.spread_batch import IGNORE_LABEL, mean_loss, split
 
 TAG = 8
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 24 * 2**-8, torch.float16: 24 * 2**-11}

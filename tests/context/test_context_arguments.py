@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh.context import plain
+from zeromesh.parallel.context import torch_attention as plain
 
 
 class Model(nn.Module):

@@ -27,11 +27,11 @@ from token_programs import (
     batch,
     build,
 )
-from zeromesh.context import batch as batches
-from zeromesh.context.applied import SpreadSequences, Unsupported
-from zeromesh.context.apply import TAG, apply
-from zeromesh.context.plain import require_apart
-from zeromesh.tensor.token_check import TokenCheck, alone
+from zeromesh.parallel.context import spread_batch as batches
+from zeromesh.parallel.context.applied import SpreadSequences, Unsupported
+from zeromesh.parallel.context.spread_model import TAG, apply
+from zeromesh.parallel.context.torch_attention import require_apart
+from zeromesh.parallel.follow.token_check import TokenCheck, alone
 
 RANKS = 2
 SPREAD = SpreadSequences("ring", fake(RANKS), TAG)

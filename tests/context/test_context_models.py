@@ -17,15 +17,15 @@ from torch import nn
 from harness import run_ranks
 from huggingface_models import GROUPED, LAYERS, MODELS, SPECIAL, USUAL, VOCABULARY, Model, text, without_dropout
 from test_context import fake
-from zeromesh.activation.checkpoint import checkpoint_modules
+from zeromesh.apps.train.architectures.decoder import Decoder
 from zeromesh.comm.mesh import Mesh
 from zeromesh.config.train import ModelShape
-from zeromesh.context.applied import SpreadSequences, Unsupported
-from zeromesh.context.apply import apply
-from zeromesh.context.attention import STRATEGIES
-from zeromesh.context.batch import IGNORE_LABEL
-from zeromesh.context.order import keep
-from zeromesh.train.architectures.decoder import Decoder
+from zeromesh.parallel.activation.checkpoint import checkpoint_modules
+from zeromesh.parallel.context.applied import SpreadSequences, Unsupported
+from zeromesh.parallel.context.sequence_order import keep
+from zeromesh.parallel.context.spread_attention import STRATEGIES
+from zeromesh.parallel.context.spread_batch import IGNORE_LABEL
+from zeromesh.parallel.context.spread_model import apply
 
 LENGTH = 16
 OTHERS = ("gpt2", "olmo2", "phi3", "granite", "opt", "deepseek_v3", "qwen3_moe")

@@ -20,8 +20,8 @@ from harness import run_ranks
 from matrices import few
 from test_context import fake
 from token_programs import APART, LENGTH, VOCABULARY, WIDTH, Code, Inside, Shifted, Twice, batch, build
-from zeromesh.context.applied import Unsupported
-from zeromesh.context.apply import apply
+from zeromesh.parallel.context.applied import Unsupported
+from zeromesh.parallel.context.spread_model import apply
 
 RANKS = 2
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from zeromesh.cli.main import app
+from zeromesh.apps.cli.main import app
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "choosing.md"
 BLOCKS = re.findall(

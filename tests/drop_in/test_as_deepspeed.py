@@ -73,7 +73,7 @@ def plain() -> list[float]:
     return losses
 
 
-LAUNCH = [sys.executable, "-m", "zeromesh.cli.main", "launch", "--nproc", "2", "--as-deepspeed"]
+LAUNCH = [sys.executable, "-m", "zeromesh.apps.cli.main", "launch", "--nproc", "2", "--as-deepspeed"]
 ALONE = [sys.executable, "-m", "zeromesh.deepspeed"]
 
 

@@ -9,10 +9,10 @@ from torch import nn
 
 import zeromesh.deepspeed as deepspeed
 from harness import on_ranks
+from zeromesh.base.kernels.update_rules import rule_of, update_class
 from zeromesh.deepspeed import optimizers
-from zeromesh.kernels.rules import rule_of, update_class
-from zeromesh.optim.bound import steps_in_parts
-from zeromesh.optim.lion import Lion
+from zeromesh.shard.optim.bound import steps_in_parts
+from zeromesh.shard.optim.lion import Lion
 
 ops: Any = deepspeed.ops
 

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from zeromesh import deepspeed
-from zeromesh.initialization.prepare import build_loader
-from zeromesh.training_data import Position
+from zeromesh.base.loader import Position
+from zeromesh.engine.initialize.optimizer_setup import build_loader
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

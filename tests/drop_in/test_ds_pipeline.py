@@ -12,8 +12,8 @@ from torch import nn
 
 import zeromesh.deepspeed as ds
 from harness import on_ranks
-from zeromesh.config.curriculum import Curriculum
-from zeromesh.curriculum import length_at
+from zeromesh.config.curriculum_section import Curriculum
+from zeromesh.engine.curriculum import length_at
 
 deepspeed: Any = ds
 

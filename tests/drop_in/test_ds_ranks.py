@@ -14,7 +14,7 @@ from torch import nn
 import zeromesh.deepspeed as ds
 from harness import on_ranks
 from same_training import require_same_training
-from zeromesh.shard.find import find_units, unit_modules
+from zeromesh.shard.find_units import find_units, unit_modules
 
 deepspeed: Any = ds
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import zeromesh.deepspeed as deepspeed
-from zeromesh.optim import schedules
+from zeromesh.shard.optim import schedules
 
 lr_schedules: Any = deepspeed.runtime.lr_schedules
 

@@ -16,8 +16,8 @@ from torch import nn
 import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS, VOCABULARY
-from zeromesh import export
-from zeromesh.shard import deferred
+from zeromesh.checkpoint.weights import export
+from zeromesh.shard.parameters import deferred
 
 pytestmark = [
     pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed"),

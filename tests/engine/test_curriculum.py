@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import zeromesh
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
-from zeromesh.curriculum import LengthCurriculum, length_at
+from zeromesh.engine.curriculum import LengthCurriculum, length_at
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

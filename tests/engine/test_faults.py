@@ -11,10 +11,10 @@ from torch import nn
 
 import zeromesh
 from harness import run_command, run_ranks
+from zeromesh.apps.plan.choose.layout_documents import layout_from
+from zeromesh.base.words import bytes_text
 from zeromesh.comm.environment import shutdown
-from zeromesh.observe.units import bytes_text
-from zeromesh.plan.convert import layout_from
-from zeromesh.reports import STATES, explain, planned_states
+from zeromesh.engine.reports import STATES, explain, planned_states
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
@@ -44,7 +44,7 @@ for x, y in loader:
 def launched(folder: Path, fault: str) -> str:
     path = folder / "script.py"
     path.write_text(SCRIPT.replace("__CONFIG__", repr(CONFIG)))
-    command = [sys.executable, "-m", "zeromesh.cli.main", "launch", "--nproc", "2", path, fault]
+    command = [sys.executable, "-m", "zeromesh.apps.cli.main", "launch", "--nproc", "2", path, fault]
     result = run_command(command, timeout=120)
     assert result.returncode != 0
     return result.stdout

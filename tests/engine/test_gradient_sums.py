@@ -10,9 +10,9 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
+from zeromesh.apps.train.architectures.decoder import Decoder
 from zeromesh.config.train import ModelShape
 from zeromesh.shard.sharded import ShardedModel
-from zeromesh.train.architectures.decoder import Decoder
 
 
 def net() -> nn.Module:

@@ -14,9 +14,9 @@ import zeromesh
 from hard_case import WIDTH, Broken, Case
 from hard_cases import CASES
 from harness import run_ranks
-from zeromesh.shard import slots
-from zeromesh.shard.slots import Pool, Slot
-from zeromesh.shard.unit import State, Unit
+from zeromesh.shard.parameters import slots
+from zeromesh.shard.parameters.slots import Pool, Slot
+from zeromesh.shard.parameters.unit import State, Unit
 
 STEPS = 5
 VARIANTS = {

@@ -14,7 +14,7 @@ from torch import nn
 import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS, PAGE, VOCABULARY, Batch, Model, page, tokens
-from zeromesh.shard import deferred
+from zeromesh.shard.parameters import deferred
 
 RANKS = 2
 STEPS = 4

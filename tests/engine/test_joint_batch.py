@@ -10,7 +10,7 @@ from torch import nn
 
 import zeromesh
 from harness import on_ranks
-from zeromesh.joint_batch import SynchronisedBatchNorm
+from zeromesh.engine.joint_batch import SynchronisedBatchNorm
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}  # float64; sums over the batch are added in another order
 

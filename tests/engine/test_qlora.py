@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 import zeromesh
 from harness import on_ranks, run_ranks
 from huggingface_models import MODELS, VOCABULARY
-from zeromesh import quantized
-from zeromesh.model.quantized import dense, layers, parts, states
-from zeromesh.pretrained import HASHED
-from zeromesh.weight_files import FileTensor
+from zeromesh.base.quantized_layers import dense, layers, parts, states
+from zeromesh.checkpoint.weights import quantize_weights as quantized
+from zeromesh.checkpoint.weights.pretrained import HASHED
+from zeromesh.checkpoint.weights.weight_files import FileTensor
 
 pytestmark = pytest.mark.skipif(
     any(find_spec(name) is None for name in ("peft", "bitsandbytes")), reason="peft or bitsandbytes is not installed"
@@ -209,7 +209,7 @@ def test_weights_are_read_once_and_quantized_one_by_one(kind: str, folder: Path)
     with (
         patch.object(FileTensor, "read", count),
         patch.object(quantized, "replayed", watch),
-        patch("zeromesh.shard.deferred.LARGE", 16),
+        patch("zeromesh.shard.parameters.deferred.LARGE", 16),
     ):
         model: Any = zeromesh.from_pretrained(folder, quantization_config=quantization(kind))
         assert read == {}
@@ -271,7 +271,7 @@ def test_no_layer_keeps_its_weight_in_memory_from_its_forward_to_its_backward(ki
 @pytest.mark.parametrize("kind", ["nf4 double", "int8"])
 @on_ranks(1)
 def test_transformers_reads_and_quantizes_inside_of_init(kind: str, folder: Path) -> None:
-    with patch("zeromesh.shard.deferred.LARGE", 1), zeromesh.zero.Init():
+    with patch("zeromesh.shard.parameters.deferred.LARGE", 1), zeromesh.zero.Init():
         model = adapted(loaded(folder, kind))
     engine = zeromesh.initialize(model=model, config=settings(3))[0]
     assert [step(engine, tokens) for tokens in batches()] == plain(folder, kind)[0]

@@ -10,8 +10,8 @@ from torch import nn
 
 import zeromesh
 from harness import on_ranks, run_ranks
-from zeromesh import replicas
-from zeromesh.replicas import ReplicaMismatch
+from zeromesh.engine import replicas
+from zeromesh.engine.replicas import ReplicaMismatch
 
 
 def engine_of(row: int, settings: dict[str, Any]) -> zeromesh.Engine:

@@ -16,7 +16,7 @@ from torch import nn
 
 import zeromesh
 from zeromesh import zero
-from zeromesh.engine import Engine
+from zeromesh.engine.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

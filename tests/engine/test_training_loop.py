@@ -15,7 +15,7 @@ from torch import nn
 import zeromesh
 from harness import on_ranks, run_ranks
 from numerics import BATCH, Net, batch, build_net
-from zeromesh.optim import schedules
+from zeromesh.shard.optim import schedules
 
 RANKS = 2
 STEPS = 6

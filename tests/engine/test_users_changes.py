@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeromesh
 from harness import on_ranks, run_ranks
-from zeromesh.optim.bound import PartHook
+from zeromesh.shard.optim.bound import PartHook
 
 RANKS = 2
 WIDTH = 16

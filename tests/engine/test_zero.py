@@ -16,11 +16,11 @@ import zeromesh
 from harness import Pool, on_ranks, run_ranks
 from heap import Heap
 from huggingface_models import MODELS
-from zeromesh.shard import deferred, materialise
-from zeromesh.shard import flat as flat_module
 from zeromesh.shard import sharded as sharded_module
-from zeromesh.shard.deferred import Recording, is_deferred
-from zeromesh.shard.materialise import materialiser
+from zeromesh.shard.parameters import deferred, materialise
+from zeromesh.shard.parameters import flat as flat_module
+from zeromesh.shard.parameters.deferred import Recording, is_deferred
+from zeromesh.shard.parameters.materialise import materialiser
 
 # Constructions.
 

@@ -135,8 +135,8 @@ def test_ranks_and_batches_draw_other_numbers() -> None:
 @on_ranks(2)
 def test_a_checkpoint_of_two_ranks_gives_one_rank_numbers(tmp_path: Path) -> None:
     """More ranks than wrote it draw others than the first."""
+    from zeromesh.base.keras_layers import seeds_of
     from zeromesh.checkpoint.random_state import derive_random_state, random_state, restore_random_state
-    from zeromesh.model.keras_layers import seeds_of
 
     model = dropping()
     before, packed = [state.value.tolist() for state in seeds_of(model)], random_state(model)

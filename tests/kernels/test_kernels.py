@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from zeromesh.kernels import halves, native, update
-from zeromesh.kernels.native import Library, library
-from zeromesh.kernels.rules import RULES, rule_of
-from zeromesh.kernels.update import UpdatePiece, UpdateStep
-from zeromesh.optim.lion import Lion
+from zeromesh.base.kernels import halves, native
+from zeromesh.base.kernels import update_pass as update
+from zeromesh.base.kernels.native import Library, library
+from zeromesh.base.kernels.update_pass import UpdatePiece, UpdateStep
+from zeromesh.base.kernels.update_rules import RULES, rule_of
+from zeromesh.shard.optim.lion import Lion
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], str, dict[str, Any]]] = {
     "adam": (torch.optim.Adam, "adam", {"lr": 1e-2, "weight_decay": 0.1}),

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zeromesh.kernels import native, sums
-from zeromesh.kernels.native import library
-from zeromesh.kernels.sums import add, checksum, sum_of_squares
+from zeromesh.base.kernels import native, sums
+from zeromesh.base.kernels.native import library
+from zeromesh.base.kernels.sums import add, checksum, sum_of_squares
 
 ROOT = Path(__file__).parents[2]
 
@@ -186,4 +186,4 @@ def test_no_compiler_is_no_failure(tmp_path: Path) -> None:
     said = setup(sources(tmp_path), "build", CC=str(tmp_path / "no-such-compiler"))
     assert "failed" in said
     assert not list(tmp_path.rglob("_native*.so"))
-    assert list(tmp_path.glob("build/lib*/zeromesh/kernels/update.py"))
+    assert list(tmp_path.glob("build/lib*/zeromesh/base/kernels/update_pass.py"))

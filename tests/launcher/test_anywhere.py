@@ -14,7 +14,7 @@ from harness import run_command
 
 SCRIPT = Path(__file__).with_name("anywhere.py")
 PYTHON = [sys.executable, SCRIPT]
-LAUNCH = [sys.executable, "-m", "zeromesh.cli.main", "launch"]
+LAUNCH = [sys.executable, "-m", "zeromesh.apps.cli.main", "launch"]
 MPIEXEC = next(
     (str(path) for path in [Path(sys.executable).with_name("mpiexec")] if path.exists()), shutil.which("mpiexec")
 )

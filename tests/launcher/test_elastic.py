@@ -17,15 +17,15 @@ from safetensors.torch import load_file
 
 from harness import free_port, run_command, run_ranks
 from test_train_cli import config, numbers
-from zeromesh.checkpoint.memory_files import MEMORY
+from zeromesh.apps.train.goodput import read_attempts
+from zeromesh.base.loader import Loader, Sampler
+from zeromesh.checkpoint.copies.memory_files import MEMORY
 from zeromesh.comm.detect import may_restart
-from zeromesh.config.batch import BatchSizes, solve_batch
+from zeromesh.config.batch_sizes import BatchSizes, solve_batch
 from zeromesh.config.errors import ConfigError
-from zeromesh.train.goodput import read_attempts
-from zeromesh.training_data import Loader, Sampler
 
 TESTS = Path(__file__).parent
-LAUNCH = [sys.executable, "-m", "zeromesh.cli.main", "launch"]
+LAUNCH = [sys.executable, "-m", "zeromesh.apps.cli.main", "launch"]
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def test_ranks_that_are_killed_at_any_moment_lose_one_step_with_copies_in_memory
 
 FAULTY_TRAIN = """
 import os, pathlib, signal, sys
-import zeromesh.train.loop as loop
+import zeromesh.apps.train.loop as loop
 from zeromesh.cli.main import main
 mark = pathlib.Path(sys.argv.pop(1))
 step = loop.Loop._step

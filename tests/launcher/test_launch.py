@@ -117,7 +117,7 @@ def test_functions_of_a_notebook_are_forked_with_all_that_it_has() -> None:
 
 
 def test_functions_that_cannot_be_sent_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeromesh.launcher.launch._is_interactive", lambda: False)  # workers of xdist are no scripts
+    monkeypatch.setattr("zeromesh.apps.launch.launch._is_interactive", lambda: False)  # workers of xdist are no scripts
     handlers = signal.getsignal(signal.SIGTERM)
     with pytest.raises(ValueError, match="cannot be sent to the ranks .* at the top level"):
         zeromesh.launch(lambda: None, 2)

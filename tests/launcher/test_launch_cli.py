@@ -16,12 +16,12 @@ import pytest
 from typer.testing import CliRunner
 
 from harness import free_port, run_command
-from zeromesh.cli.main import app
+from zeromesh.apps.cli.main import app
 from zeromesh.comm import rank
 from zeromesh.comm.failure import first_failure
 
 ROOT = Path(__file__).parents[2]
-LAUNCH = [sys.executable, "-m", "zeromesh.cli.main", "launch"]
+LAUNCH = [sys.executable, "-m", "zeromesh.apps.cli.main", "launch"]
 
 
 @pytest.fixture(autouse=True)

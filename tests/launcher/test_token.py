@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from zeromesh.apps.launch.agent import _Output
 from zeromesh.comm.trust import LASTING, TOKEN
-from zeromesh.launcher.agent import _Output
 
 
 def keys(folder: Path, secret: bytes, *ports: int) -> list[dict[str, str]]:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from zeromesh.batches import loss_of
-from zeromesh.model.containers import map_tensors, moved, tensors_of
+from zeromesh.base.containers import map_tensors, moved, tensors_of
+from zeromesh.engine.batches import loss_of
 
 
 def test_results_of_torch_are_containers() -> None:

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import zeromesh
+from zeromesh.base.dtypes import MismatchError, dtypes, require_names
+from zeromesh.base.loader import Loader, Sampler
+from zeromesh.base.precision import Precision
 from zeromesh.deepspeed import parameters
-from zeromesh.model.dtypes import MismatchError, dtypes, require_names
-from zeromesh.model.precision import Precision
-from zeromesh.training_data import Loader, Sampler
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zeromesh.model.float8 import E4M3, E5M2, Float8Products, quantize, scale_of
-from zeromesh.model.linear import Columns, keeping, multiply
+from zeromesh.base.float8_products import E4M3, E5M2, Float8Products, quantize, scale_of
+from zeromesh.base.linear_arithmetic import Columns, keeping, multiply
 
 RECIPES = pytest.mark.parametrize("rowwise", [False, True])
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from zeromesh.model.placement import ROWS, offloaded_units
+from zeromesh.base.placement import ROWS, offloaded_units
 
 ROOT, BLOCK = 100, 40
 

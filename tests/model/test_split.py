@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zeromesh.model.split import Held, Split
+from zeromesh.base.split import Held, Split
 
 WHOLE = torch.arange(12 * 5).view(12, 5)
 
@@ -77,7 +77,7 @@ HELD = [
 @pytest.mark.parametrize(("shape", "split", "ranks"), HELD)
 def test_any_range_of_what_a_rank_holds_is_read_and_written(shape, split, ranks, monkeypatch) -> None:
     whole = torch.arange(1, 1 + torch.Size(shape).numel())
-    monkeypatch.setattr("zeromesh.model.split.READ", 7)
+    monkeypatch.setattr("zeromesh.base.split.READ", 7)
     written = torch.zeros(shape, dtype=torch.long)
     for rank in range(ranks):
         held = Held(tuple(shape), split, rank, ranks)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import zeromesh
 from harness import run_ranks
 from museum import Weights, require, start, weights_of, whole
-from zeromesh.train.data.loader import NO_LABEL, Batch
-from zeromesh.train.loss import weighted
+from zeromesh.apps.train.data.ordered_loader import NO_LABEL, Batch
+from zeromesh.apps.train.run_loss import weighted
 
 WORDS, ROWS, LENGTH = 7, 8, 6
 LABELS = (1, 1, 2, 1, 6, 6, 5, 6)

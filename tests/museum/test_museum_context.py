@@ -13,11 +13,11 @@ from museum import require
 from test_context import IDS, context, expected, fake, operands
 from test_context import spread as attention_of
 from test_context_models import LENGTH, Found, build, data, of, spread, train
-from zeromesh.context.applied import Unsupported
-from zeromesh.context.apply import apply
-from zeromesh.context.attention import STRATEGIES
-from zeromesh.context.batch import IGNORE_LABEL, split
-from zeromesh.context.order import keep
+from zeromesh.parallel.context.applied import Unsupported
+from zeromesh.parallel.context.sequence_order import keep
+from zeromesh.parallel.context.spread_attention import STRATEGIES
+from zeromesh.parallel.context.spread_batch import IGNORE_LABEL, split
+from zeromesh.parallel.context.spread_model import apply
 
 RANKS = 2
 SHAPE = {"heads": 4, "key_heads": 2}

@@ -14,9 +14,9 @@ import zeromesh
 from harness import run_ranks
 from museum import require, start
 from test_data_samples import prepared, write
-from zeromesh.train.data.store import PreparedData
-from zeromesh.train.loss import HeldOut
-from zeromesh.training_data import Loader, Position, Sampler
+from zeromesh.apps.train.data.token_store import PreparedData
+from zeromesh.apps.train.run_loss import HeldOut
+from zeromesh.base.loader import Loader, Position, Sampler
 
 SAMPLES, BATCH, RANKS = 20, 2, 2
 FULL = SAMPLES // (BATCH * RANKS)
@@ -163,7 +163,7 @@ def mean_of_evaluation() -> float:
     return float(engine.eval_batch(iter([Mean(x) for x in own]), num_micro_batches=2))
 
 
-class Mean(zeromesh.batches.WithLoss):
+class Mean(zeromesh.engine.batches.WithLoss):
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
 

@@ -13,7 +13,7 @@ from torch import nn
 import zeromesh
 from harness import run_ranks
 from museum import Weights, require, weights_of, whole
-from zeromesh.optim.schedules import build
+from zeromesh.shard.optim.schedules import build
 
 RATES = (0.1, 0.2)
 """Of two parameter groups."""

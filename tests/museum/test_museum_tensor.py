@@ -15,8 +15,8 @@ from harness import run_ranks
 from huggingface_models import MODELS, without_dropout
 from museum import Weights, gap, require, start, weights_of, whole
 from test_tensor_rules import masks
-from zeromesh.train.data.loader import NO_LABEL, Batch
-from zeromesh.train.loss import weighted
+from zeromesh.apps.train.data.ordered_loader import NO_LABEL, Batch
+from zeromesh.apps.train.run_loss import weighted
 
 WORDS, SMOOTHING = 96, 0.3
 NEAR = 1e-6

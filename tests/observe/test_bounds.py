@@ -8,9 +8,20 @@ import pytest
 
 from harness import run_ranks
 from test_tiers import start, update
-from zeromesh.observe.bounds import ADVICE, COMPUTE, DISK, HOST, INPUT, LINK, NETWORK, PROGRAM, Amount, bounds
-from zeromesh.observe.breakdown import Breakdown
-from zeromesh.tiers import swap_file
+from zeromesh.engine.observe.breakdown import Breakdown
+from zeromesh.engine.observe.resource_bounds import (
+    ADVICE,
+    COMPUTE,
+    DISK,
+    HOST,
+    INPUT,
+    LINK,
+    NETWORK,
+    PROGRAM,
+    Amount,
+    bounds,
+)
+from zeromesh.shard.store import swap_file
 
 BREAKDOWN = Breakdown(
     updates=4,

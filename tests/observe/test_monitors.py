@@ -15,7 +15,7 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
-from zeromesh.observe.monitors import MONITORS, CsvFiles, Monitor, open_monitor
+from zeromesh.engine.observe.monitors import MONITORS, CsvFiles, Monitor, open_monitor
 
 RANKS, MICRO, ACCUMULATION = 2, 3, 2
 BATCH = RANKS * MICRO * ACCUMULATION
@@ -299,7 +299,7 @@ def test_a_step_that_is_no_whole_number_is_refused_on_every_rank(step: Any) -> N
 
 
 def test_every_row_of_the_table_can_be_opened_by_its_section(tmp_path: Path) -> None:
-    from zeromesh.initialization.prepare import ARGUMENTS
+    from zeromesh.engine.initialize.optimizer_setup import ARGUMENTS
 
     assert MONITORS.keys() == ARGUMENTS.keys()
     assert isinstance(open_monitor("csv_monitor", tmp_path / "a" / "b"), CsvFiles)

@@ -6,13 +6,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from zeromesh.kernels import measure
-from zeromesh.kernels.measure import product_speed
-from zeromesh.observe import machine
-from zeromesh.observe.machine import peak_flops
-from zeromesh.observe.metrics import MetricsLog, read_metrics
-from zeromesh.observe.progress import Display, Figures
-from zeromesh.observe.units import bytes_text, duration_text, scaled_text
+from zeromesh.apps.train.metrics import MetricsLog, read_metrics
+from zeromesh.base import machine
+from zeromesh.base.kernels import measure
+from zeromesh.base.kernels.measure import product_speed
+from zeromesh.base.machine import peak_flops
+from zeromesh.base.progress import Display, Figures
+from zeromesh.base.words import bytes_text, duration_text, scaled_text
 
 
 def figures(step: int) -> Figures:

@@ -14,14 +14,14 @@ from torch import nn
 import zeromesh
 from harness import on_ranks, run_ranks
 from models import Block
+from zeromesh.apps.train.architectures.decoder import Decoder
+from zeromesh.apps.train.architectures.flops import multiplied_parameters, training_cost, training_operations
+from zeromesh.base.files import free_path
+from zeromesh.base.operation_counts import Operations
+from zeromesh.base.spans import NOTHING, Clock, Spans, span
 from zeromesh.config.train import ModelShape
-from zeromesh.model.files import free_path
-from zeromesh.observe.breakdown import MOST_PHASES, Sums, Timer
-from zeromesh.observe.operations import Operations
-from zeromesh.observe.spans import NOTHING, Clock, Spans, span
-from zeromesh.observe.trace import span_table
-from zeromesh.train.architectures.decoder import Decoder
-from zeromesh.train.architectures.flops import multiplied_parameters, training_cost, training_operations
+from zeromesh.engine.observe.breakdown import MOST_PHASES, Sums, Timer
+from zeromesh.engine.observe.profiler_trace import span_table
 
 RANKS = 2
 WIDTH, BLOCKS, ROWS = 16, 3, 4

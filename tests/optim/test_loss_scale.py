@@ -1,7 +1,7 @@
 import pytest
 
-from zeromesh.model.precision import LossScale
-from zeromesh.precision.scaler import LossScaler
+from zeromesh.base.precision import LossScale
+from zeromesh.shard.optim.scaler import LossScaler
 
 GOOD, BAD = ".", "x"
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from simulated_ranks import train_on_ranks
-from zeromesh.model.piece import Piece
-from zeromesh.model.split import Held
-from zeromesh.optim import factory
-from zeromesh.optim.factory import ParameterGroup, adopt, build
+from zeromesh.base.piece import Piece
+from zeromesh.base.split import Held
+from zeromesh.shard.optim import factory
+from zeromesh.shard.optim.factory import ParameterGroup, adopt, build
 
 SHAPES = {
     "embed.weight": (11, 6),

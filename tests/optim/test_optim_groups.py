@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from zeromesh.optim.groups import hidden_matrices, no_decay_groups
+from zeromesh.shard.optim.groups import hidden_matrices, no_decay_groups
 
 
 class TinyRMSNorm(nn.Module):

@@ -11,9 +11,9 @@ from torch import nn
 
 import zeromesh
 from harness import on_ranks
-from zeromesh.kernels.rules import rule_of, update_class
-from zeromesh.optim.pieces import require_pieces
-from zeromesh.shard.table.rules import rule_of as table_rule_of
+from zeromesh.base.kernels.update_rules import rule_of, update_class
+from zeromesh.shard.optim.pieces import require_pieces
+from zeromesh.shard.tables.row_rules import rule_of as table_rule_of
 
 AdamW, SGD = torch.optim.AdamW, torch.optim.SGD
 

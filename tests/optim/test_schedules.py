@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from zeromesh.optim.schedules import SCHEDULES, RateSchedule, build
+from zeromesh.shard.optim.schedules import SCHEDULES, RateSchedule, build
 
 OWN = 0.01
 

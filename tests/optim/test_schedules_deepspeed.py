@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from zeromesh.optim.schedules import build
+from zeromesh.shard.optim.schedules import build
 
 UPDATES = 40
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import zeromesh
 from harness import on_ranks
-from zeromesh.optim.spikes import LEAST, MOST_SKIPPED, SpikeWatch
+from zeromesh.shard.optim.spikes import LEAST, MOST_SKIPPED, SpikeWatch
 
 WIDTH, UPDATES, BAD = 8, 20, (13, 16)
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zeromesh.model.linear import Kept, keeping
-from zeromesh.pipeline.runtime.run import METHODS, Interpreter, Messages
-from zeromesh.pipeline.runtime.stage import Stages
-from zeromesh.pipeline.runtime.weights import postpone, roots_of
-from zeromesh.pipeline.schedule.actions import Action, Kind, Schedule, ScheduleError, parse
+from zeromesh.base.linear_arithmetic import Kept, keeping
+from zeromesh.parallel.pipeline.runtime.interpreter import METHODS, Interpreter, Messages
+from zeromesh.parallel.pipeline.runtime.stage import Stages
+from zeromesh.parallel.pipeline.runtime.weight_gradients import postpone, roots_of
+from zeromesh.parallel.pipeline.schedule.actions import Action, Kind, Schedule, ScheduleError, parse
 
 WIDTH, MICROBATCHES = 6, 3
 

@@ -10,8 +10,8 @@ from torch import nn
 import zeromesh
 from harness import run_ranks
 from test_pipeline import ADAMW, CHUNKS, hugging_face
+from zeromesh.apps.train.architectures.decoder import Decoder
 from zeromesh.config.train import ModelShape
-from zeromesh.train.architectures.decoder import Decoder
 
 LIMIT = 240
 SAMPLES, MICROBATCHES, VOCABULARY = 2, 4, 48

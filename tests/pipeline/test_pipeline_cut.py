@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 import zeromesh
 from huggingface_models import MODELS, Model
-from zeromesh.batches import loss_of
-from zeromesh.model.precision import Precision
-from zeromesh.model.samples import ModelInput
-from zeromesh.pipeline.runtime.cut import examine, take_away
-from zeromesh.pipeline.runtime.stage import Handed, Header, Stages
-from zeromesh.pipeline.schedule.partition import Blocks, Cut, partition, starts_of
+from zeromesh.base.precision import Precision
+from zeromesh.engine.batches import loss_of
+from zeromesh.parallel.follow.samples import ModelInput
+from zeromesh.parallel.pipeline.runtime.cut import examine, take_away
+from zeromesh.parallel.pipeline.runtime.stage import Handed, Header, Stages
+from zeromesh.parallel.pipeline.schedule.partition import Blocks, Cut, partition, starts_of
 
 Call = Callable[[Any], Tensor]
 """From a model to its loss."""
@@ -378,7 +378,7 @@ def test_why_a_forward_was_not_traced_is_in_the_log(caplog: pytest.LogCaptureFix
         def forward(self, input_ids: Tensor) -> Tensor:
             raise RuntimeError("the sun is too bright")
 
-    with caplog.at_level(logging.DEBUG, "zeromesh.pipeline"):
+    with caplog.at_level(logging.DEBUG, "zeromesh.parallel.pipeline"):
         blocks = examine(Broken())
     assert (len(blocks.names), blocks.operations) == (4, None)
     assert "Broken is not traced" in caplog.text

@@ -13,7 +13,7 @@ import zeromesh
 from harness import FOLDERS, run_command, run_ranks
 from test_pipeline import batches, build
 
-LAUNCH = [sys.executable, "-m", "zeromesh.cli.main", "launch"]
+LAUNCH = [sys.executable, "-m", "zeromesh.apps.cli.main", "launch"]
 
 
 class Branches(nn.Module):

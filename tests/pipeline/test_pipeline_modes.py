@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 import zeromesh
 from harness import RankFailure, on_ranks, run_ranks
-from zeromesh.pipeline.runtime.elsewhere import Elsewhere, counting, counts
-from zeromesh.pipeline.runtime.run import Interpreter
-from zeromesh.pipeline.runtime.stage import Stages
-from zeromesh.pipeline.schedule.actions import parse
+from zeromesh.parallel.pipeline.runtime.elsewhere import Elsewhere, counting, counts
+from zeromesh.parallel.pipeline.runtime.interpreter import Interpreter
+from zeromesh.parallel.pipeline.runtime.stage import Stages
+from zeromesh.parallel.pipeline.schedule.actions import parse
 
 WIDTH, SAMPLES, MICROBATCHES = 8, 2, 4
 

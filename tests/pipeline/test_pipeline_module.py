@@ -19,15 +19,15 @@ from torch import Tensor, nn
 import zeromesh
 from harness import on_ranks, run_ranks
 from heap import Heap
-from zeromesh import pretrained
+from zeromesh.base.loader import Position
 from zeromesh.checkpoint.boxes import Reader
+from zeromesh.checkpoint.weights import pretrained
+from zeromesh.checkpoint.weights.weight_files import FileTensor
 from zeromesh.config.settings import Settings
+from zeromesh.engine.pipeline_module import settings_of
+from zeromesh.parallel.pipeline.runtime.cut import examine, take_away
 from zeromesh.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from zeromesh.pipeline.runtime.cut import examine, take_away
-from zeromesh.pipeline_module import settings_of
-from zeromesh.shard import deferred
-from zeromesh.training_data import Position
-from zeromesh.weight_files import FileTensor
+from zeromesh.shard.parameters import deferred
 
 LIMIT = 240
 STEPS = 2

@@ -14,16 +14,16 @@ import torch
 import zeromesh
 from harness import run_ranks
 from test_pipeline import ADAMW, SAMPLES, batches, build, cross_entropy
+from zeromesh.base.spans import Clock
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
-from zeromesh.observe.spans import Clock
-from zeromesh.pipeline.runtime.record import Recorded, Recorder, gather
-from zeromesh.pipeline.schedule.actions import COMPUTE, Action, Kind, parse
-from zeromesh.pipeline.schedule.execution import dependencies, most_held_by_rank
-from zeromesh.pipeline.schedule.files import read_costs
-from zeromesh.pipeline.schedule.generators import generate
-from zeromesh.pipeline.schedule.picture import Panel, svg, trace
-from zeromesh.pipeline.schedule.simulate import Costs, TimedAction, Timeline, simulate
+from zeromesh.parallel.pipeline.runtime.record import Recorded, Recorder, gather
+from zeromesh.parallel.pipeline.schedule.actions import COMPUTE, Action, Kind, parse
+from zeromesh.parallel.pipeline.schedule.execution import dependencies, most_held_by_rank
+from zeromesh.parallel.pipeline.schedule.generators import generate
+from zeromesh.parallel.pipeline.schedule.picture import Panel, svg, trace
+from zeromesh.parallel.pipeline.schedule.schedule_files import read_costs
+from zeromesh.parallel.pipeline.schedule.simulate import Costs, TimedAction, Timeline, simulate
 
 SPACE = "{http://www.w3.org/2000/svg}"
 MICROBATCHES = 8
@@ -280,7 +280,7 @@ def test_clocks_of_other_nodes_are_put_beside_the_first_ones(nodes: list[int], a
 def test_waiting_is_told_apart_from_computing(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([0.0, 1.0, 3.0, 7.0, 8.0, 9.0])
     clock = Clock(lambda: next(moments), lambda begin, end: end - begin, lambda mark: None)
-    monkeypatch.setattr("zeromesh.pipeline.runtime.record.clock_of", lambda device: clock)
+    monkeypatch.setattr("zeromesh.parallel.pipeline.runtime.record.clock_of", lambda device: clock)
     recorder = Recorder(torch.device("cpu"))
     with recorder.doing():
         recorder.arrived()

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import zeromesh
 from harness import run_ranks
 from test_pipeline import ADAMW, MESHES, SAMPLES, Plain, batches, build, compare
-from zeromesh.model.linear import Columns, Kept, keeping, multiply
-from zeromesh.pipeline.runtime.weights import postpone, roots_of
+from zeromesh.base.linear_arithmetic import Columns, Kept, keeping, multiply
+from zeromesh.parallel.pipeline.runtime.weight_gradients import postpone, roots_of
 
 
 def kept_by_stages(further: dict[str, Any], tensor: int) -> list[tuple[int, list[str]]]:

@@ -13,14 +13,14 @@ import zeromesh
 from harness import run_ranks
 from test_pipeline import ADAMW, SAMPLES, batches, build, train
 from zeromesh.config.errors import ConfigError
-from zeromesh.config.parts import ScheduleFile
+from zeromesh.config.feature_sections import ScheduleFile
 from zeromesh.config.settings import Settings
-from zeromesh.pipeline.schedule.actions import COMPUTE, ScheduleError, parse
-from zeromesh.pipeline.schedule.chosen import ChosenSchedule
-from zeromesh.pipeline.schedule.files import parse_table, read_costs, read_schedule, with_costs
-from zeromesh.pipeline.schedule.generators import generate
-from zeromesh.pipeline.schedule.simulate import Costs, simulate
-from zeromesh.pipeline.schedule.validate import validate
+from zeromesh.parallel.pipeline.schedule.actions import COMPUTE, ScheduleError, parse
+from zeromesh.parallel.pipeline.schedule.chosen import ChosenSchedule
+from zeromesh.parallel.pipeline.schedule.generators import generate
+from zeromesh.parallel.pipeline.schedule.schedule_files import parse_table, read_costs, read_schedule, with_costs
+from zeromesh.parallel.pipeline.schedule.simulate import Costs, simulate
+from zeromesh.parallel.pipeline.schedule.validate import validate
 
 TEXT = """\
 microbatches: 2

@@ -8,12 +8,12 @@ from itertools import product
 
 import pytest
 
-from zeromesh.pipeline.schedule.actions import Action, Kind, Schedule, ScheduleError, loop
-from zeromesh.pipeline.schedule.execution import most_held_by_rank, most_held_by_stage
-from zeromesh.pipeline.schedule.generators import NAMES, ROWS, SEARCH, generate, shape_of
-from zeromesh.pipeline.schedule.listing import ListRule, ListScheduler
-from zeromesh.pipeline.schedule.simulate import Costs, simulate
-from zeromesh.pipeline.schedule.validate import validate
+from zeromesh.parallel.pipeline.schedule.actions import Action, Kind, Schedule, ScheduleError, loop
+from zeromesh.parallel.pipeline.schedule.execution import most_held_by_rank, most_held_by_stage
+from zeromesh.parallel.pipeline.schedule.generators import NAMES, ROWS, SEARCH, generate, shape_of
+from zeromesh.parallel.pipeline.schedule.listing import ListRule, ListScheduler
+from zeromesh.parallel.pipeline.schedule.simulate import Costs, simulate
+from zeromesh.parallel.pipeline.schedule.validate import validate
 
 RANKS = (1, 2, 3, 4, 6, 8)
 

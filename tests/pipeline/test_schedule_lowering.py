@@ -6,11 +6,11 @@ from itertools import combinations
 import pytest
 
 from test_schedule_generators import random_costs
-from zeromesh.pipeline.schedule.actions import COMPUTE, Action, Kind, Schedule, parse
-from zeromesh.pipeline.schedule.generators import ROWS, generate
-from zeromesh.pipeline.schedule.lowering import add_messages, add_recompute, forward_only
-from zeromesh.pipeline.schedule.simulate import Costs, simulate
-from zeromesh.pipeline.schedule.validate import validate
+from zeromesh.parallel.pipeline.schedule.actions import COMPUTE, Action, Kind, Schedule, parse
+from zeromesh.parallel.pipeline.schedule.generators import ROWS, generate
+from zeromesh.parallel.pipeline.schedule.lowering import add_messages, add_recompute, forward_only
+from zeromesh.parallel.pipeline.schedule.simulate import Costs, simulate
+from zeromesh.parallel.pipeline.schedule.validate import validate
 
 SENDS, RECEIVES = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT), (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
 

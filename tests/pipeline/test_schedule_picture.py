@@ -6,11 +6,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from zeromesh.pipeline.schedule.actions import Action, Kind
-from zeromesh.pipeline.schedule.generators import ROWS, generate
-from zeromesh.pipeline.schedule.lowering import add_messages, add_recompute
-from zeromesh.pipeline.schedule.picture import Panel, grid, svg, trace
-from zeromesh.pipeline.schedule.simulate import Costs, TimedAction, simulate
+from zeromesh.parallel.pipeline.schedule.actions import Action, Kind
+from zeromesh.parallel.pipeline.schedule.generators import ROWS, generate
+from zeromesh.parallel.pipeline.schedule.lowering import add_messages, add_recompute
+from zeromesh.parallel.pipeline.schedule.picture import Panel, grid, svg, trace
+from zeromesh.parallel.pipeline.schedule.simulate import Costs, TimedAction, simulate
 
 SPACE = "{http://www.w3.org/2000/svg}"
 

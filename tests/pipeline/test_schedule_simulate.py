@@ -2,10 +2,10 @@
 
 import pytest
 
-from zeromesh.pipeline.schedule.actions import ScheduleError, parse
-from zeromesh.pipeline.schedule.generators import generate
-from zeromesh.pipeline.schedule.lowering import add_messages
-from zeromesh.pipeline.schedule.simulate import Costs, simulate
+from zeromesh.parallel.pipeline.schedule.actions import ScheduleError, parse
+from zeromesh.parallel.pipeline.schedule.generators import generate
+from zeromesh.parallel.pipeline.schedule.lowering import add_messages
+from zeromesh.parallel.pipeline.schedule.simulate import Costs, simulate
 
 TWO = """\
 microbatches: 2

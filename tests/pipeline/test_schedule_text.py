@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from zeromesh.pipeline.schedule.actions import Action, Kind, Schedule, ScheduleError, loop, parse, vee
-from zeromesh.pipeline.schedule.generators import NAMES, generate
-from zeromesh.pipeline.schedule.lowering import add_messages, add_recompute, forward_only
-from zeromesh.pipeline.schedule.validate import validate
+from zeromesh.parallel.pipeline.schedule.actions import Action, Kind, Schedule, ScheduleError, loop, parse, vee
+from zeromesh.parallel.pipeline.schedule.generators import NAMES, generate
+from zeromesh.parallel.pipeline.schedule.lowering import add_messages, add_recompute, forward_only
+from zeromesh.parallel.pipeline.schedule.validate import validate
 
 FOLDER = Path(__file__).parent / "schedules"
 

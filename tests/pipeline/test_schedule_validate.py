@@ -5,11 +5,11 @@ from collections import Counter
 
 import pytest
 
-from zeromesh.pipeline.schedule.actions import Action, Kind, Schedule, ScheduleError, parse
-from zeromesh.pipeline.schedule.generators import ROWS, generate
-from zeromesh.pipeline.schedule.lowering import add_messages
-from zeromesh.pipeline.schedule.simulate import Costs
-from zeromesh.pipeline.schedule.validate import validate
+from zeromesh.parallel.pipeline.schedule.actions import Action, Kind, Schedule, ScheduleError, parse
+from zeromesh.parallel.pipeline.schedule.generators import ROWS, generate
+from zeromesh.parallel.pipeline.schedule.lowering import add_messages
+from zeromesh.parallel.pipeline.schedule.simulate import Costs
+from zeromesh.parallel.pipeline.schedule.validate import validate
 
 GOOD = """\
 microbatches: 2

@@ -7,20 +7,28 @@ from pathlib import Path
 import pytest
 
 from planning import GB, Plain, machine, memory, time
-from zeromesh.observe.drawing import ChartPanel
-from zeromesh.plan import plan_picture
-from zeromesh.plan.answer import DeeperModel, PlanAnswer, answer, changed, largest_of, rounding_factor, sentences
-from zeromesh.plan.cost import CostSource
-from zeromesh.plan.fit import MEMORY_MARGIN, TIME_ERROR, lacking
-from zeromesh.plan.judge import judge
-from zeromesh.plan.layout import ParallelLayout
-from zeromesh.plan.machine import Machine
-from zeromesh.plan.memory import memory_of
-from zeromesh.plan.models import shape_named
-from zeromesh.plan.presets import cluster
-from zeromesh.plan.search import search
-from zeromesh.plan.shape import TransformerCost
-from zeromesh.plan.space import PlanRequest
+from zeromesh.apps.plan.choose import plan_picture
+from zeromesh.apps.plan.choose.answer import (
+    DeeperModel,
+    PlanAnswer,
+    answer,
+    changed,
+    largest_of,
+    rounding_factor,
+    sentences,
+)
+from zeromesh.apps.plan.choose.fit import MEMORY_MARGIN, TIME_ERROR, lacking
+from zeromesh.apps.plan.choose.judge import judge
+from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
+from zeromesh.apps.plan.choose.search import search
+from zeromesh.apps.plan.choose.space import PlanRequest
+from zeromesh.apps.plan.cost.cost import CostSource
+from zeromesh.apps.plan.cost.models import shape_named
+from zeromesh.apps.plan.cost.shape import TransformerCost
+from zeromesh.apps.plan.machine.cluster import Machine
+from zeromesh.apps.plan.machine.presets import cluster
+from zeromesh.apps.plan.predict.rank_memory import memory_of
+from zeromesh.base.drawing import ChartPanel
 
 
 def told(source: CostSource, on: Machine, batch: int = 4) -> PlanAnswer:

@@ -12,14 +12,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import zeromesh
 from harness import run_ranks
-from zeromesh.config.automatic import MESH, MICRO, OFFLOAD, STAGE, asked_of_planner
+from zeromesh.apps.plan.machine.cluster import Device, LinkSpeed, Machine, Node
+from zeromesh.apps.plan.machine.here import machine_here, with_host
+from zeromesh.apps.plan.machine.presets import cluster
+from zeromesh.apps.train.architectures.decoder import Decoder
+from zeromesh.base import machine as observed
+from zeromesh.base.machine import MACHINE
+from zeromesh.config.planned_keys import MESH, MICRO, OFFLOAD, STAGE, asked_of_planner
 from zeromesh.config.train import ModelShape
-from zeromesh.observe import machine as observed
-from zeromesh.observe.machine import MACHINE
-from zeromesh.plan.here import machine_here, with_host
-from zeromesh.plan.machine import Device, LinkSpeed, Machine, Node
-from zeromesh.plan.presets import cluster
-from zeromesh.train.architectures.decoder import Decoder
 
 BASE: dict[str, Any] = {
     "train_batch_size": 16, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from planning import Plain, machine
+from zeromesh.apps.plan.choose.layout_documents import document_for, launch_command, layout_from, precision_for
+from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
+from zeromesh.apps.plan.choose.space import LayoutSpace, ModelLimits, PlanRequest
+from zeromesh.apps.plan.machine.cluster import Device
+from zeromesh.apps.plan.predict.pipeline_step import placement_of
+from zeromesh.base.placement import ROWS, Tier
 from zeromesh.config.settings import Settings
 from zeromesh.config.written import row_name
-from zeromesh.initialization.widths import PRECISIONS
-from zeromesh.model.placement import ROWS, Tier
-from zeromesh.pipeline.schedule.files import with_costs
-from zeromesh.pipeline.schedule.simulate import Costs
-from zeromesh.plan.convert import document_for, launch_command, layout_from, precision_for
-from zeromesh.plan.layout import ParallelLayout
-from zeromesh.plan.machine import Device
-from zeromesh.plan.space import LayoutSpace, ModelLimits, PlanRequest
-from zeromesh.plan.stages import placement_of
+from zeromesh.engine.initialize.widths import PRECISIONS
+from zeromesh.parallel.pipeline.schedule.schedule_files import with_costs
+from zeromesh.parallel.pipeline.schedule.simulate import Costs
 
 
 def every_kind() -> list[ParallelLayout]:

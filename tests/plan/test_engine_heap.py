@@ -9,11 +9,11 @@ import torch
 import zeromesh
 from heap import Heap
 from models import Stack
-from zeromesh.model.placement import ROWS
-from zeromesh.plan.convert import GRANULARITY
-from zeromesh.plan.cost import NONE, Divided, ModelCost, Recompute, UnitCost
-from zeromesh.plan.layout import ParallelLayout
-from zeromesh.plan.memory import RankMemory, memory_of
+from zeromesh.apps.plan.choose.layout_documents import GRANULARITY
+from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
+from zeromesh.apps.plan.cost.cost import NONE, Divided, ModelCost, Recompute, UnitCost
+from zeromesh.apps.plan.predict.rank_memory import RankMemory, memory_of
+from zeromesh.base.placement import ROWS
 
 WIDTH, WORDS, DEPTH, TOKENS = 256, 512, 6, 2048
 STREAM = 2 * TOKENS * WIDTH  # bytes of activations between blocks

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from zeromesh.apps.plan.machine.cluster import FORMAT, Device, LinkSpeed, Machine, Node
+from zeromesh.apps.plan.machine.presets import LINKS, NODES
+from zeromesh.base.devices import ACCELERATORS
 from zeromesh.config.errors import ConfigError
-from zeromesh.observe.devices import ACCELERATORS
-from zeromesh.plan.machine import FORMAT, Device, LinkSpeed, Machine, Node
-from zeromesh.plan.presets import LINKS, NODES
 
 DEVICE = Device("card", 80e9, {"bf16": 100e12, "fp32": 10e12}, 2e12, 0.5, 0.8, 1e-6, product_padding=0.0)
 LINK = LinkSpeed(300e9, 2e-6)

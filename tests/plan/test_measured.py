@@ -4,12 +4,12 @@ from typing import Any
 import pytest
 import torch
 
-from zeromesh.observe import speed
-from zeromesh.plan.cost import Divided, KernelWork, WorkKind
-from zeromesh.plan.layout import ParallelLayout
-from zeromesh.plan.machine import Device, Machine
-from zeromesh.plan.measured import NodeFacts, ProductTime, fit_memory, fit_products, measured_machine
-from zeromesh.plan.rates import Habits, KernelSpeed
+from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
+from zeromesh.apps.plan.cost.cost import Divided, KernelWork, WorkKind
+from zeromesh.apps.plan.machine import speed
+from zeromesh.apps.plan.machine.cluster import Device, Machine
+from zeromesh.apps.plan.machine.measured import NodeFacts, ProductTime, fit_memory, fit_products, measured_machine
+from zeromesh.apps.plan.machine.rates import Habits, KernelSpeed
 
 SHAPES = [(128, 128, 128), (512, 512, 512), (32, 512, 512), (512, 32, 512), (512, 512, 32), (256, 1024, 256)]
 # Products of 100 and 50 10^9/s with 32 elements of padding and a fill of 64, and a cache of 16 MiB.

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from published_conventions import CONVENTIONS
-from zeromesh.model.placement import ROWS, PlacementRow, Tier
-from zeromesh.plan.conventions import ActivationRule
-from zeromesh.plan.cost import NONE, Divided, KernelWork, ModelCost, Recompute, UnitCost, WorkKind
-from zeromesh.plan.layout import ParallelLayout
-from zeromesh.plan.memory import RankMemory, memory_of
-from zeromesh.plan.presets import cluster
-from zeromesh.plan.shape import TransformerCost, TransformerShape
-from zeromesh.plan.stages import stage_units
+from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
+from zeromesh.apps.plan.cost.cost import NONE, Divided, KernelWork, ModelCost, Recompute, UnitCost, WorkKind
+from zeromesh.apps.plan.cost.shape import TransformerCost, TransformerShape
+from zeromesh.apps.plan.machine.presets import cluster
+from zeromesh.apps.plan.predict.conventions import ActivationRule
+from zeromesh.apps.plan.predict.pipeline_step import stage_units
+from zeromesh.apps.plan.predict.rank_memory import RankMemory, memory_of
+from zeromesh.base.placement import ROWS, PlacementRow, Tier
 from zeromesh.shard.sizes import Widths
 
 ELEMENTS, SAVED, INPUT = 65_536, 1000.0, 100.0

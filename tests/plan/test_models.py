@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from zeromesh.plan.models import MODELS, limits_of, shape_named
+from zeromesh.apps.plan.cost.models import MODELS, limits_of, shape_named
 
 
 def parameters(text: str) -> float:

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from zeromesh.plan.collectives import Fabric, Wire, fabric, wire
-from zeromesh.plan.layout import ParallelLayout
-from zeromesh.plan.machine import Device, LinkSpeed, Machine, Node
+from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
+from zeromesh.apps.plan.machine.cluster import Device, LinkSpeed, Machine, Node
+from zeromesh.apps.plan.machine.collective_times import Fabric, Wire, fabric, wire
 
 ALPHA, BETA = 2e-6, 100e9
 NEAR, FAR = Wire(ALPHA, BETA), Wire(1e-5, 10e9)

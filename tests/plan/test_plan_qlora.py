@@ -12,16 +12,16 @@ import torch
 import zeromesh
 from harness import run_ranks
 from zeromesh import Settings
-from zeromesh.cli.plan_model import asked_model
-from zeromesh.comm.sums import SumPlace
-from zeromesh.model.placement import ROWS
-from zeromesh.plan.convert import layout_from
-from zeromesh.plan.durations import Durations
-from zeromesh.plan.layout import ParallelLayout
-from zeromesh.plan.memory import memory_of
-from zeromesh.plan.presets import cluster
-from zeromesh.plan.rates import Habits
-from zeromesh.train.model import language_model
+from zeromesh.apps.cli.plan_model import asked_model
+from zeromesh.apps.plan.choose.layout_documents import layout_from
+from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
+from zeromesh.apps.plan.machine.presets import cluster
+from zeromesh.apps.plan.machine.rates import Habits
+from zeromesh.apps.plan.predict.durations import Durations
+from zeromesh.apps.plan.predict.rank_memory import memory_of
+from zeromesh.apps.train.model import language_model
+from zeromesh.base.placement import ROWS
+from zeromesh.comm.ordered_sums import SumPlace
 
 pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 

@@ -1,10 +1,10 @@
 """One model on the same node with two kinds of links."""
 
-from zeromesh.plan.cost import Recompute
-from zeromesh.plan.presets import cluster
-from zeromesh.plan.search import PlanCandidate, search
-from zeromesh.plan.shape import TransformerCost, TransformerShape
-from zeromesh.plan.space import ModelLimits, PlanRequest
+from zeromesh.apps.plan.choose.search import PlanCandidate, search
+from zeromesh.apps.plan.choose.space import ModelLimits, PlanRequest
+from zeromesh.apps.plan.cost.cost import Recompute
+from zeromesh.apps.plan.cost.shape import TransformerCost, TransformerShape
+from zeromesh.apps.plan.machine.presets import cluster
 
 
 def best(shape: TransformerShape, machine: object, batch: int, sequence: int) -> PlanCandidate:

@@ -11,18 +11,18 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
+from zeromesh.apps.plan.choose.layout_documents import layout_from
+from zeromesh.apps.plan.choose.search import search
+from zeromesh.apps.plan.choose.space import PlanRequest
+from zeromesh.apps.plan.cost.cost_trace import TracedCost
+from zeromesh.apps.plan.cost.estimate import estimate
+from zeromesh.apps.plan.cost.passes import TraceOptions
+from zeromesh.apps.plan.machine.cluster import Machine
+from zeromesh.apps.plan.machine.presets import cluster
+from zeromesh.apps.plan.predict.rank_memory import memory_of
+from zeromesh.apps.plan.predict.table_bytes import gradient_messages, lookup_bytes
+from zeromesh.apps.plan.predict.time import time_of
 from zeromesh.config.settings import Settings
-from zeromesh.plan.convert import layout_from
-from zeromesh.plan.estimate import estimate
-from zeromesh.plan.machine import Machine
-from zeromesh.plan.memory import memory_of
-from zeromesh.plan.passes import TraceOptions
-from zeromesh.plan.presets import cluster
-from zeromesh.plan.search import search
-from zeromesh.plan.space import PlanRequest
-from zeromesh.plan.tables import gradient_messages, lookup_bytes
-from zeromesh.plan.time import time_of
-from zeromesh.plan.trace import TracedCost
 from zeromesh.shard.sizes import Widths
 
 ROWS, WIDTH, BAGS, SAMPLES = 64, 16, 4, 4

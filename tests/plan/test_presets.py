@@ -3,9 +3,9 @@ from dataclasses import replace
 
 import pytest
 
-from zeromesh.observe.devices import ACCELERATORS, find_accelerator
-from zeromesh.plan.machine import Machine
-from zeromesh.plan.presets import CARDS, LINKS, NODES, USUAL, cluster, find_device, find_link
+from zeromesh.apps.plan.machine.cluster import Machine
+from zeromesh.apps.plan.machine.presets import CARDS, LINKS, NODES, USUAL, cluster, find_device, find_link
+from zeromesh.base.devices import ACCELERATORS, find_accelerator
 
 # As torch.cuda.get_device_name gives them, and as people write them; dense 16-bit operations of the data sheets.
 NAMES = {

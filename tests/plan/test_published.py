@@ -10,8 +10,8 @@ import pytest
 from published import Outcome, PublishedRow, read_rows
 from published_memory import judge
 from validate_plan import groups_of, main, outcomes_of
-from zeromesh.model.placement import Placement, Tier
-from zeromesh.plan.cost import Recompute
+from zeromesh.apps.plan.cost.cost import Recompute
+from zeromesh.base.placement import Placement, Tier
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "published-rows.json"
 

@@ -6,19 +6,19 @@ from itertools import combinations
 import pytest
 
 from planning import GB, Plain, machine, memory, time
-from zeromesh.model.placement import Tier
-from zeromesh.plan.bounds import TimeBound
-from zeromesh.plan.cost import CostSource
-from zeromesh.plan.fit import lacking
-from zeromesh.plan.layout import ParallelLayout
-from zeromesh.plan.machine import Machine
-from zeromesh.plan.memory import memory_of
-from zeromesh.plan.models import limits_of, shape_named
-from zeromesh.plan.presets import cluster
-from zeromesh.plan.search import ALIKE, PlanResult, search
-from zeromesh.plan.shape import TransformerCost
-from zeromesh.plan.space import LayoutSpace, ModelLimits, PlanRequest
-from zeromesh.plan.time import time_of
+from zeromesh.apps.plan.choose.fit import lacking
+from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
+from zeromesh.apps.plan.choose.search import ALIKE, PlanResult, search
+from zeromesh.apps.plan.choose.space import LayoutSpace, ModelLimits, PlanRequest
+from zeromesh.apps.plan.cost.cost import CostSource
+from zeromesh.apps.plan.cost.models import limits_of, shape_named
+from zeromesh.apps.plan.cost.shape import TransformerCost
+from zeromesh.apps.plan.machine.cluster import Machine
+from zeromesh.apps.plan.machine.presets import cluster
+from zeromesh.apps.plan.predict.lower_bounds import TimeBound
+from zeromesh.apps.plan.predict.rank_memory import memory_of
+from zeromesh.apps.plan.predict.time import time_of
+from zeromesh.base.placement import Tier
 
 
 def asked(source: CostSource, on: Machine, batch: int = 64, goal: str = "time") -> PlanRequest:

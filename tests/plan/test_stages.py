@@ -2,9 +2,9 @@
 
 import pytest
 
-from zeromesh.pipeline.schedule.generators import generate
-from zeromesh.pipeline.schedule.simulate import Costs, simulate
-from zeromesh.plan.stages import StageCost, pipelined, placement_of
+from zeromesh.apps.plan.predict.pipeline_step import StageCost, pipelined, placement_of
+from zeromesh.parallel.pipeline.schedule.generators import generate
+from zeromesh.parallel.pipeline.schedule.simulate import Costs, simulate
 
 EVEN = StageCost(1.0, 1.0, 1.0)  # a backward takes twice a forward
 

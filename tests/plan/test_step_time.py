@@ -5,13 +5,13 @@ from itertools import pairwise
 
 import pytest
 
-from zeromesh.model.placement import ROWS, Tier
-from zeromesh.plan.cost import Divided, KernelWork, ModelCost, Recompute, UnitCost, WorkKind
-from zeromesh.plan.layout import ParallelLayout
-from zeromesh.plan.machine import Device, LinkSpeed, Machine, Node
-from zeromesh.plan.rates import Habits, KernelSpeed
-from zeromesh.plan.shape import TransformerCost, TransformerShape
-from zeromesh.plan.time import time_of
+from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
+from zeromesh.apps.plan.cost.cost import Divided, KernelWork, ModelCost, Recompute, UnitCost, WorkKind
+from zeromesh.apps.plan.cost.shape import TransformerCost, TransformerShape
+from zeromesh.apps.plan.machine.cluster import Device, LinkSpeed, Machine, Node
+from zeromesh.apps.plan.machine.rates import Habits, KernelSpeed
+from zeromesh.apps.plan.predict.time import time_of
+from zeromesh.base.placement import ROWS, Tier
 from zeromesh.shard.sizes import Widths
 
 LENGTH = 512

@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import pytest
 
-from zeromesh.plan import streams
-from zeromesh.plan.durations import UnitTime
-from zeromesh.plan.streams import StreamRules, run
+from zeromesh.apps.plan.predict import step_clock as streams
+from zeromesh.apps.plan.predict.durations import UnitTime
+from zeromesh.apps.plan.predict.step_clock import StreamRules, run
 
 UNIT = UnitTime("unit", True, forward=1.0, input=1.0, weight=1.0, gather=0.5, reduce=0.5)
 TWO = [UNIT._replace(name="a"), UNIT._replace(name="b")]

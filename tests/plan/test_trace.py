@@ -10,15 +10,15 @@ import transformers
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from zeromesh.activation.checkpoint import checkpoint_modules
+from zeromesh.apps.plan.cost.cost import ModelCost, Recompute, WorkKind
+from zeromesh.apps.plan.cost.cost_trace import BALANCED, InputsOf, TracedCost
+from zeromesh.apps.plan.cost.estimate import estimate
+from zeromesh.apps.plan.cost.passes import TraceOptions
+from zeromesh.apps.plan.cost.source import hugging_face_cost, token_inputs
+from zeromesh.apps.train.architectures.decoder import Decoder
+from zeromesh.base.operation_counts import Operations
 from zeromesh.config.train import ModelShape
-from zeromesh.observe.operations import Operations
-from zeromesh.plan.cost import ModelCost, Recompute, WorkKind
-from zeromesh.plan.estimate import estimate
-from zeromesh.plan.passes import TraceOptions
-from zeromesh.plan.source import hugging_face_cost, token_inputs
-from zeromesh.plan.trace import BALANCED, InputsOf, TracedCost
-from zeromesh.train.architectures.decoder import Decoder
+from zeromesh.parallel.activation.checkpoint import checkpoint_modules
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 101}
 TINY = {**SIZES, "intermediate_size": 128}

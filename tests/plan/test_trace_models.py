@@ -7,9 +7,9 @@ import torch
 import transformers
 
 import causal_models
-from zeromesh.plan.passes import TraceOptions
-from zeromesh.plan.source import hugging_face_cost, token_inputs
-from zeromesh.plan.trace import TracedCost
+from zeromesh.apps.plan.cost.cost_trace import TracedCost
+from zeromesh.apps.plan.cost.passes import TraceOptions
+from zeromesh.apps.plan.cost.source import hugging_face_cost, token_inputs
 
 NO_BLOCKS = ("zamba2",)  # its layers share parameters, so that nothing is a unit of its own
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from zeromesh.plan.conventions import PLAIN
-from zeromesh.plan.cost import Divided
-from zeromesh.plan.shape import TransformerCost, TransformerShape, block_kernels, head_kernels
+from zeromesh.apps.plan.cost.cost import Divided
+from zeromesh.apps.plan.cost.shape import TransformerCost, TransformerShape, block_kernels, head_kernels
+from zeromesh.apps.plan.predict.conventions import PLAIN
 
 SHAPE = TransformerShape(4, 256, 8, 1000, fused_attention=False)
 BATCH, LENGTH = 2, 128

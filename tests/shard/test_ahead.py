@@ -15,7 +15,7 @@ from torch import nn
 from harness import run_ranks
 from test_tiers import in_stages, start
 from zeromesh import zero
-from zeromesh.shard.early import EarlyState, EarlyUpdates
+from zeromesh.shard.store.early import EarlyState, EarlyUpdates
 
 PLACES: dict[str, dict[str, Any]] = {
     "row 1": {"stage": 1, "offload_optimizer": {"device": "cpu"}},

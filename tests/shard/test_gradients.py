@@ -11,11 +11,11 @@ from torch import nn
 import numerics
 import zeromesh
 from harness import on_ranks
-from zeromesh.comm import sums
-from zeromesh.shard.gradient import FullState, Gradient, ShardState
+from zeromesh.comm import ordered_sums as sums
+from zeromesh.shard.gradients.gradient import FullState, Gradient, ShardState
 from zeromesh.shard.layout import Layout
-from zeromesh.shard.place import make_units
-from zeromesh.shard.slots import Slot
+from zeromesh.shard.parameters.slots import Slot
+from zeromesh.shard.place_units import make_units
 
 SIZE = 64
 

@@ -11,9 +11,9 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
-from zeromesh.shard import slots
 from zeromesh.shard.layout import ALIGNMENT, Layout, round_up
-from zeromesh.shard.slots import Pool, Slot, attach, detach, largest
+from zeromesh.shard.parameters import slots
+from zeromesh.shard.parameters.slots import Pool, Slot, attach, detach, largest
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex128)

@@ -8,8 +8,8 @@ import torch
 
 from harness import run_ranks
 from test_tiers import HOST, start, update
-from zeromesh.model.placement import Tier
-from zeromesh.shard.budget import require_host_memory
+from zeromesh.base.placement import Tier
+from zeromesh.shard.store.budget import require_host_memory
 
 PLACES: dict[str, dict[str, Any]] = {
     "row 1": {"stage": 1, "offload_optimizer": HOST},

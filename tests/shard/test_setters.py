@@ -14,7 +14,7 @@ import zeromesh
 from harness import on_ranks
 from zeromesh import zero
 from zeromesh.deepspeed import local_states
-from zeromesh.shard.early import EarlyUpdates
+from zeromesh.shard.store.early import EarlyUpdates
 
 HOST = {"device": "cpu", "update_during_backward": 1.0}
 PLACES: dict[str, dict[str, Any]] = {

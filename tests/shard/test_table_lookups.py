@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeromesh
 from harness import on_ranks, run_ranks
-from zeromesh.shard.table.lookups import TableOutput
+from zeromesh.shard.tables.lookups import TableOutput
 
 ROWS, PER_RANK, STEPS = 19, 4, 3
 Program = Callable[["Towers", torch.Tensor], torch.Tensor]

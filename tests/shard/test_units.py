@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from zeromesh.shard.find import assign, check_parameters, find_units
+from zeromesh.shard.find_units import assign, check_parameters, find_units
 
 
 def names(model: nn.Module, *targets: str) -> list[str]:

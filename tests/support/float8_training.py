@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeromesh
-from zeromesh.model.float8 import Float8Products
-from zeromesh.model.linear import Columns, multiply
+from zeromesh.base.float8_products import Float8Products
+from zeromesh.base.linear_arithmetic import Columns, multiply
 
 STEPS = 3
 MICRO = 2  # samples

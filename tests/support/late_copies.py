@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeromesh.tiers.link import CopyStreams
+from zeromesh.shard.store.link import CopyStreams
 
 
 class LateEvent:

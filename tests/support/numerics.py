@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 import zeromesh
-from zeromesh.kernels import halves
-from zeromesh.kernels.update import StepInput
-from zeromesh.model.placement import Tier
-from zeromesh.optim.host import HostSteps
-from zeromesh.optim.lamb import Lamb
-from zeromesh.optim.lion import Lion
+from zeromesh.base.kernels import halves
+from zeromesh.base.kernels.update_pass import StepInput
+from zeromesh.base.placement import Tier
+from zeromesh.shard.optim.host import HostSteps
+from zeromesh.shard.optim.lamb import Lamb
+from zeromesh.shard.optim.lion import Lion
 
 STEPS = 10
 BATCH = 36
@@ -419,8 +419,8 @@ def make_optimizers(name: str, parameters: dict[str, nn.Parameter], cut: Sequenc
         (n, 0, p.numel()): nn.Parameter(p.data.view(p.shape if name == "muon" else -1)) for n, p in parameters.items()
     }
     if name == "lamb":
-        from zeromesh.model.piece import Piece
-        from zeromesh.model.split import Held
+        from zeromesh.base.piece import Piece
+        from zeromesh.base.split import Held
 
         pieces = [Piece(n, Held(tuple(parameters[n].shape)), a, b, p) for (n, a, b), p in whole.items()]
         return whole, [Lamb([{"params": list(whole.values())}], pieces, Alone(list(parameters)), **options)]

@@ -5,6 +5,6 @@ import torch._dynamo  # noqa: F401 - the first optimizer of torch would import i
 
 import harness_worker
 import zeromesh.build
-import zeromesh.engine  # noqa: F401
+import zeromesh.engine.engine  # noqa: F401
 
 harness_worker.freeze_imports()

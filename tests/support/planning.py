@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zeromesh.model.placement import Placement, Tier
-from zeromesh.plan.bounds import TimeBound, held
-from zeromesh.plan.cost import CostSource, Divided, KernelWork, ModelCost, Recompute, UnitCost, WorkKind
-from zeromesh.plan.layout import ParallelLayout
-from zeromesh.plan.machine import Device, LinkSpeed, Machine, Node
-from zeromesh.plan.memory import Moment, RankMemory
-from zeromesh.plan.time import Interval, StepTime
+from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
+from zeromesh.apps.plan.cost.cost import CostSource, Divided, KernelWork, ModelCost, Recompute, UnitCost, WorkKind
+from zeromesh.apps.plan.machine.cluster import Device, LinkSpeed, Machine, Node
+from zeromesh.apps.plan.predict.lower_bounds import TimeBound, held
+from zeromesh.apps.plan.predict.rank_memory import Moment, RankMemory
+from zeromesh.apps.plan.predict.time import Interval, StepTime
+from zeromesh.base.placement import Placement, Tier
 
 GB = 1e9
 

@@ -9,8 +9,8 @@ from math import prod
 
 import torch
 
-from zeromesh.model.piece import Piece
-from zeromesh.model.split import Held
+from zeromesh.base.piece import Piece
+from zeromesh.base.split import Held
 
 Shapes = Mapping[str, tuple[int, ...]]
 

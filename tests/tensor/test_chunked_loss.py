@@ -10,7 +10,7 @@ import zeromesh
 from harness import on_ranks, run_ranks
 from heap import Heap
 from huggingface_models import GPT2, GROUPED, SPECIAL
-from zeromesh.tensor.loss import CHUNK_BYTES
+from zeromesh.parallel.head.linear_cross_entropy import CHUNK_BYTES
 
 STEPS = 3
 

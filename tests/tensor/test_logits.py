@@ -20,13 +20,13 @@ from torch.utils.checkpoint import checkpoint
 
 from harness import run_ranks
 from huggingface_models import GROUPED, MODELS, SPECIAL, USUAL, Model, masked, text
+from zeromesh.base.linear_arithmetic import Kept, keeping
+from zeromesh.base.split import Split
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
-from zeromesh.model.linear import Kept, keeping
-from zeromesh.model.split import Split
-from zeromesh.pipeline.runtime.weights import roots_of
-from zeromesh.tensor.logits import Logits
-from zeromesh.tensor.loss import CHUNK_BYTES, Vocabulary
+from zeromesh.parallel.head.linear_cross_entropy import CHUNK_BYTES, Vocabulary
+from zeromesh.parallel.head.logits import Logits
+from zeromesh.parallel.pipeline.runtime.weight_gradients import roots_of
 
 TOKENS, WIDTH, ENTRIES = (2, 7), 5, 11
 EXACT = {"rtol": 1e-9, "atol": 1e-9}

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness import run_ranks
+from zeromesh.base.linear_arithmetic import Kept, keeping
 from zeromesh.comm.mesh import Mesh
-from zeromesh.model.linear import Kept, keeping
-from zeromesh.pipeline.runtime.weights import roots_of
-from zeromesh.tensor import loss as loss_module
-from zeromesh.tensor.loss import CHUNK_BYTES, Vocabulary, chunk_bytes, linear_cross_entropy
+from zeromesh.parallel.head import linear_cross_entropy as loss_module
+from zeromesh.parallel.head.linear_cross_entropy import CHUNK_BYTES, Vocabulary, chunk_bytes, linear_cross_entropy
+from zeromesh.parallel.pipeline.runtime.weight_gradients import roots_of
 
 TOKENS, WIDTH, ENTRIES = (2, 7), 5, 11
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -80,7 +80,7 @@ def test_gradients_of_weight_and_bias_can_come_later(
     name: str, chunk: int | None, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In full, and in part where the memory for what waits is used up."""
-    monkeypatch.setattr("zeromesh.tensor.loss.CHUNK_BYTES", room)
+    monkeypatch.setattr("zeromesh.parallel.head.linear_cross_entropy.CHUNK_BYTES", room)
     hidden, weight, bias, labels = operands()
     labels = fit(labels, OPTIONS[name])
     reference = expected(hidden, weight, bias, labels, **OPTIONS[name])
@@ -318,7 +318,7 @@ def test_a_chunk_has_enough_tokens_for_a_wide_head(monkeypatch: pytest.MonkeyPat
     assert chunk_bytes(128256, 4096) // (4 * 128256) == 1024
     assert chunk_bytes(128256 // 8, 8192) // (4 * 128256 // 8) == 2048  # of eight tensor-parallel ranks
     assert chunk_bytes(128256, 4096, sums=False) == CHUNK_BYTES
-    monkeypatch.setattr("zeromesh.tensor.loss.CHUNK_BYTES", 1)
+    monkeypatch.setattr("zeromesh.parallel.head.linear_cross_entropy.CHUNK_BYTES", 1)
     sizes: list[int] = []
     own = loss_module._Chunk.__init__
 

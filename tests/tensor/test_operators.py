@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from harness import run_ranks
 from zeromesh.comm.mesh import Mesh
-from zeromesh.tensor.operators import CONJUGATES, move
+from zeromesh.parallel.tensor.operators import CONJUGATES, move
 
 SHAPE = (4, 6, 8)
 CASES = [(name, dim) for name in CONJUGATES for dim in ((0, 1, -1) if name not in ("copy", "sum") else (0,))]

@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from simulated_ranks import Hub, in_threads
-from zeromesh.model.containers import map_tensors, tensors_of
-from zeromesh.tensor import split_views as split_views  # registers its rules
-from zeromesh.tensor.split_activation import NeedsWhole, SplitActivation, SplitDim, TensorAxis, part_of, whole
-from zeromesh.tensor.split_rules import as_split
-from zeromesh.tensor.streams import RandomStreams
+from zeromesh.base.containers import map_tensors, tensors_of
+from zeromesh.parallel.follow.split_activation import NeedsWhole, SplitActivation, SplitDim, TensorAxis, part_of, whole
+from zeromesh.parallel.follow.split_rules import as_split
+from zeromesh.parallel.tensor.random_streams import RandomStreams
 
 RANKS = 2
 Function = Callable[..., Any]

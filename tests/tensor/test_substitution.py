@@ -17,12 +17,12 @@ from changed_layers import LAYERS
 from harness import run_ranks
 from same_training import require_same_training
 from test_tensor_rules import llama
-from zeromesh.model.tiled import tile_linears
-from zeromesh.pipeline.runtime.weights import postpone
-from zeromesh.shard.table.find import find_tables
-from zeromesh.tensor.derive import derive, heads_over_vocabulary
-from zeromesh.tensor.float8 import check_layers
-from zeromesh.tensor.plan import PlanRule, kind_of, parse, resolve
+from zeromesh.base.tiled import tile_linears
+from zeromesh.parallel.pipeline.runtime.weight_gradients import postpone
+from zeromesh.parallel.tensor.derive import derive, heads_over_vocabulary
+from zeromesh.parallel.tensor.float8_layers import check_layers
+from zeromesh.parallel.tensor.tensor_plan import PlanRule, kind_of, parse, resolve
+from zeromesh.shard.tables.find_tables import find_tables
 
 LIMIT = 120
 WIDTH = 16
@@ -258,17 +258,33 @@ def test_a_plan_by_hand_for_a_changed_layer_names_the_reason_and_the_remedy() ->
 
 # Files that look at the class of a layer, or replace a forward, and why none of them needs to ask more.
 LOOKS = {
-    "model/samples.py": "guesses inputs", "optim/groups.py": "chooses parameters", "plan/estimate.py": "counts bytes",
-    "plan/packed.py": "counts bytes", "context/plain.py": "refuses", "shard/table/find.py": "asks",
-    "shard/table/lookup.py": "is given tables", "model/tiled.py": "asks", "tensor/float8.py": "asks",
-    "tensor/derive.py": "asks", "tensor/apply.py": "is given a plan", "tensor/plan.py": "asks",
-    "model/substitution.py": "answers", "model/linear.py": "answers", "pipeline/runtime/weights.py": "asks",
-    "tensor/parts.py": "runs the user's forward", "activation/checkpoint.py": "runs the user's forward",
-    "context/applied.py": "runs the user's forward", "pipeline/runtime/stage.py": "runs the user's forward",
-    "context/huggingface.py": "runs the user's forward", "shard/table/table.py": "is given tables",
-    "tensor/trace.py": "runs the user's forward", "tensor/published.py": "asks", "shard/order.py": "asks",
-    "model/dtypes.py": "names layers", "shard/materialise.py": "refuses",
-}  # fmt: skip
+    "parallel/follow/samples.py": "guesses inputs",
+    "shard/optim/groups.py": "chooses parameters",
+    "apps/plan/cost/estimate.py": "counts bytes",
+    "apps/plan/cost/packed.py": "counts bytes",
+    "parallel/context/torch_attention.py": "refuses",
+    "shard/tables/find_tables.py": "asks",
+    "shard/tables/lookup.py": "is given tables",
+    "base/tiled.py": "asks",
+    "parallel/tensor/float8_layers.py": "asks",
+    "parallel/tensor/derive.py": "asks",
+    "parallel/tensor/split_model.py": "is given a plan",
+    "parallel/tensor/tensor_plan.py": "asks",
+    "base/substitution.py": "answers",
+    "base/linear_arithmetic.py": "answers",
+    "parallel/pipeline/runtime/weight_gradients.py": "asks",
+    "parallel/follow/activation_parts.py": "runs the user's forward",
+    "parallel/activation/checkpoint.py": "runs the user's forward",
+    "parallel/context/applied.py": "runs the user's forward",
+    "parallel/pipeline/runtime/stage.py": "runs the user's forward",
+    "parallel/context/huggingface_decoders.py": "runs the user's forward",
+    "shard/tables/table.py": "is given tables",
+    "parallel/follow/traced_plan.py": "runs the user's forward",
+    "parallel/tensor/published.py": "asks",
+    "shard/parameters/use_order.py": "asks",
+    "base/dtypes.py": "names layers",
+    "shard/parameters/materialise.py": "refuses",
+}
 CLASSES = "Linear|Embedding|EmbeddingBag|LayerNorm|RMSNorm|MultiheadAttention|TransformerEncoderLayer"
 PATTERN = re.compile(
     rf"(isinstance\([^)]*|type\(\w+\) (is|in|==) .*)nn\.({CLASSES})\b"
@@ -279,7 +295,7 @@ PATTERN = re.compile(
 def test_every_place_that_looks_at_classes_of_layers_is_known() -> None:
     root = Path(zeromesh.__file__).parent
     found = {str(path.relative_to(root)) for path in root.rglob("*.py") if PATTERN.search(path.read_text())}
-    assert found - LOOKS.keys() == set()  # a new place asks ``model/substitution.py``, and gets a row in PLACES
+    assert found - LOOKS.keys() == set()  # a new place asks ``base/substitution.py``, and gets a row in PLACES
 
 
 def hooked_later() -> list[str]:

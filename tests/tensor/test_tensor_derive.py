@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from zeromesh.model.substitution import KNOWN
-from zeromesh.tensor import apply
-from zeromesh.tensor.derive import derive
-from zeromesh.tensor.plan import PlanRule, parse, resolve
+from zeromesh.base.substitution import KNOWN
+from zeromesh.parallel.tensor import split_model as apply
+from zeromesh.parallel.tensor.derive import derive
+from zeromesh.parallel.tensor.tensor_plan import PlanRule, parse, resolve
 
 WIDTH, HEADS, KEYS, HEAD = 32, 4, 2, 16
 QUERIES = HEADS * HEAD
@@ -33,7 +33,7 @@ class Model(nn.Module):
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeromesh.model.substitution.KNOWN", (*KNOWN, __name__))
+    monkeypatch.setattr("zeromesh.base.substitution.KNOWN", (*KNOWN, __name__))
 
 
 def attention(**more: Any) -> Layers:

@@ -20,11 +20,11 @@ import zeromesh
 from harness import run_ranks
 from matrices import few
 from test_split_activation import X, on_ranks, part
-from zeromesh.model.worker import follow_threads
-from zeromesh.tensor.derive import derive
-from zeromesh.tensor.parts import guard_functions
-from zeromesh.tensor.plan import PlanRule
-from zeromesh.tensor.split_activation import NeedsWhole, Sealed, whole
+from zeromesh.base.worker import follow_threads
+from zeromesh.parallel.follow.activation_parts import guard_functions
+from zeromesh.parallel.follow.split_activation import NeedsWhole, Sealed, whole
+from zeromesh.parallel.tensor.derive import derive
+from zeromesh.parallel.tensor.tensor_plan import PlanRule
 
 WIDTH = 16
 Code = Callable[[Tensor], Any]

@@ -12,8 +12,8 @@ from harness import on_ranks, run_ranks
 from huggingface_models import MODELS
 from test_tensor_rules import LIMIT, STEPS, assert_close, batch, config, gpt2, llama, trained, whole
 from zeromesh.comm.mesh import Mesh
-from zeromesh.optim.groups import no_decay_groups
-from zeromesh.tensor.loss import Vocabulary, linear_cross_entropy
+from zeromesh.parallel.head.linear_cross_entropy import Vocabulary, linear_cross_entropy
+from zeromesh.shard.optim.groups import no_decay_groups
 
 # 6: the maximum is that of all ranks.
 

@@ -14,10 +14,10 @@ import zeromesh
 from harness import on_ranks, run_ranks
 from huggingface_models import GPT2, GROUPED, SPECIAL, USUAL
 from zeromesh.config.settings import Settings
-from zeromesh.initialization import layout
-from zeromesh.optim.groups import no_decay_groups
-from zeromesh.shard import deferred
-from zeromesh.tensor.token_check import TokenCheck
+from zeromesh.engine.initialize import model_layout as layout
+from zeromesh.parallel.follow.token_check import TokenCheck
+from zeromesh.shard.optim.groups import no_decay_groups
+from zeromesh.shard.parameters import deferred
 
 LIMIT = 120
 STEPS = 3

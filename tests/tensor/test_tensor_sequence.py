@@ -14,11 +14,11 @@ import zeromesh
 from harness import on_ranks, run_ranks
 from same_training import require_same_training, train_on_engine
 from token_programs import APART, MIXES, NOISE, OTHER_ATTENTION, Code, Inside
-from zeromesh.tensor.derive import derive
-from zeromesh.tensor.plan import parse, resolve
-from zeromesh.tensor.sequence import find_stacks
-from zeromesh.tensor.spread import Followed, _entered, check_of, check_tokens
-from zeromesh.tensor.token_check import TokenCheck
+from zeromesh.parallel.follow.spread import Followed, _entered, check_of, check_tokens
+from zeromesh.parallel.follow.token_check import TokenCheck
+from zeromesh.parallel.tensor.derive import derive
+from zeromesh.parallel.tensor.sequence import find_stacks
+from zeromesh.parallel.tensor.tensor_plan import parse, resolve
 
 WIDTH, LENGTH = 32, 8
 

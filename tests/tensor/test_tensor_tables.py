@@ -6,8 +6,8 @@ from torch import nn
 
 from harness import on_ranks
 from same_training import require_same_training
-from zeromesh.tensor.derive import derive
-from zeromesh.tensor.plan import parse, resolve
+from zeromesh.parallel.tensor.derive import derive
+from zeromesh.parallel.tensor.tensor_plan import parse, resolve
 
 ROWS, WIDTH, BAGS = 30, 8, 4
 

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 import zeromesh
 from harness import on_ranks
 from unknown_modules import THIRDS, Decoder, NanoMLP
-from zeromesh.tensor import trace
-from zeromesh.tensor.derive import derive
-from zeromesh.tensor.plan import PlanRule, parse
+from zeromesh.parallel.follow import traced_plan as trace
+from zeromesh.parallel.tensor.derive import derive
+from zeromesh.parallel.tensor.tensor_plan import PlanRule, parse
 
 C, R, G = (PlanRule(name) for name in ("colwise_parts", "rowwise_parts", "colwise_gather_output"))
 MASKS: dict[int, Tensor] = {}

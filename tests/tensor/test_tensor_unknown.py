@@ -15,8 +15,8 @@ import zeromesh
 from harness import run_ranks
 from test_tensor_rules import LIMIT, STEPS, assert_close, batch, config, whole
 from unknown_modules import DECODERS, ROWS, Decoder, G, Model
-from zeromesh.tensor.derive import derive
-from zeromesh.tensor.plan import parse
+from zeromesh.parallel.tensor.derive import derive
+from zeromesh.parallel.tensor.tensor_plan import parse
 
 # Modules whose ranks draw other numbers than one process; the same seeds give the same noise, though.
 RANDOM = ("skipped at random", "dropout without an attribute")

@@ -15,13 +15,15 @@ from harness import on_ranks, run_ranks
 from late_copies import LateStreams
 from models import Stack
 from zeromesh.comm.collectives import Pending
-from zeromesh.shard import arrivals, flat, gradient_memory, sharded
-from zeromesh.shard.arrivals import HostSums
-from zeromesh.shard.flat import Flat
-from zeromesh.shard.gradient import Gradient
-from zeromesh.shard.slots import Pool, Slot
-from zeromesh.tiers.link import DONE, Copy, Link
-from zeromesh.tiers.memory import Staging
+from zeromesh.shard import sharded
+from zeromesh.shard.gradients import arrivals, gradient_memory
+from zeromesh.shard.gradients.arrivals import HostSums
+from zeromesh.shard.gradients.gradient import Gradient
+from zeromesh.shard.parameters import flat
+from zeromesh.shard.parameters.flat import Flat
+from zeromesh.shard.parameters.slots import Pool, Slot
+from zeromesh.shard.store.link import DONE, Copy, Link
+from zeromesh.shard.store.memory import Staging
 
 WIDTH, UPDATES = 24, 3
 HOST = {"device": "cpu"}

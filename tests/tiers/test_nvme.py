@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from zeromesh.tiers.buffers import Buffer, Buffers
-from zeromesh.tiers.nvme import FileStore, Region
-from zeromesh.tiers.places import stream
-from zeromesh.tiers.swap_file import ALIGNMENT, aligned
+from zeromesh.shard.store.blocks import stream
+from zeromesh.shard.store.direct_buffers import Buffer, Buffers
+from zeromesh.shard.store.nvme import FileStore, Region
+from zeromesh.shard.store.swap_file import ALIGNMENT, aligned
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the NVMe tier needs Linux")
 

@@ -11,9 +11,9 @@ from harness import on_ranks
 from test_swap import STATE, assert_equal, last_of_life
 from test_tiers import HOST, start, update
 from zeromesh import zero
-from zeromesh.kernels import halves
-from zeromesh.optim import host
-from zeromesh.shard import swap
+from zeromesh.base.kernels import halves
+from zeromesh.shard.optim import host
+from zeromesh.shard.store import swap
 
 SPLIT = {"split_master": True}
 MOMENTS = ("exp_avg", "exp_avg_sq")

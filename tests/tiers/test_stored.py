@@ -16,9 +16,9 @@ from harness import FOLDERS, on_ranks, run_ranks
 from test_swap import PRECISIONS, assert_equal, places, require_files_to_be_needed
 from test_tiers import Net, in_stages, start, update
 from zeromesh import zero
-from zeromesh.shard.stored import Stored
-from zeromesh.tiers import swap_file
-from zeromesh.tiers.nvme import FileStore
+from zeromesh.shard.store import swap_file
+from zeromesh.shard.store.nvme import FileStore
+from zeromesh.shard.store.stored import Stored
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the NVMe tier needs Linux")
 

@@ -13,9 +13,8 @@ import torch
 from harness import FOLDERS, on_ranks, run_command
 from test_tiers import Net, start, update
 from zeromesh import zero
-from zeromesh.shard import swap
-from zeromesh.shard.swap import unloaded
-from zeromesh.tiers import swap_file
+from zeromesh.shard.store import swap, swap_file
+from zeromesh.shard.store.swap import unloaded
 
 STATE = {"AdamW": "exp_avg_sq", "SGD": "momentum_buffer", "Adagrad": "sum", "Lion": "exp_avg"}
 PRECISIONS: dict[str, dict[str, Any]] = {

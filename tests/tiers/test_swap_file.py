@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from zeromesh.tiers import swap_file
-from zeromesh.tiers.bandwidth import measure_bandwidth
-from zeromesh.tiers.nvme import FileStore, checksum
-from zeromesh.tiers.swap_file import ALIGNMENT, SwapFile, sweep
+from zeromesh.shard.store import swap_file
+from zeromesh.shard.store.bandwidth import measure_bandwidth
+from zeromesh.shard.store.nvme import FileStore, checksum
+from zeromesh.shard.store.swap_file import ALIGNMENT, SwapFile, sweep
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the NVMe tier needs Linux")
 

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-import zeromesh.train.data.encode as encode_module
-import zeromesh.train.data.formats as formats_module
-import zeromesh.train.data.prepare as prepare_module
+import zeromesh.apps.train.data.encode as encode_module
+import zeromesh.apps.train.data.prepare_text as prepare_module
+import zeromesh.apps.train.data.text_formats as formats_module
+from zeromesh.apps.train.data.prepare_text import Changed, prepare, sample_texts
+from zeromesh.apps.train.data.sources import find_documents, is_text, split_documents
+from zeromesh.apps.train.data.text_formats import Document, portions, read_portion
+from zeromesh.apps.train.data.token_store import TokenSet
+from zeromesh.apps.train.data.tokenizer import END_OF_TEXT, load_tokenizer, stream_text, train_tokenizer
 from zeromesh.config.train import TextData
-from zeromesh.train.data.formats import Document, portions, read_portion
-from zeromesh.train.data.prepare import Changed, prepare, sample_texts
-from zeromesh.train.data.sources import find_documents, is_text, split_documents
-from zeromesh.train.data.store import TokenSet
-from zeromesh.train.data.tokenizer import END_OF_TEXT, load_tokenizer, stream_text, train_tokenizer
 
 TEXTS = [f"def function_{n}(value):\n    return value + {n}  # naïve ✓ {END_OF_TEXT}\n" * 5 for n in range(12)]
 
@@ -226,7 +226,7 @@ def test_text_is_decoded_as_its_ids_come() -> None:
 def test_a_tokenizer_that_writes_words_with_spaces_before_them_streams_the_same_text() -> None:
     from tokenizers import decoders
 
-    from zeromesh.train.data.tokenizer import _wrapped
+    from zeromesh.apps.train.data.tokenizer import _wrapped
 
     words = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "</s>": 2}, unk_token="</s>"))
     words.pre_tokenizer = pre_tokenizers.Metaspace()

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zeromesh.train.data.indexed import IndexedWriter, file_of, open_indexed, prefix_of, token_dtype
-from zeromesh.train.data.store import scan_documents
+from zeromesh.apps.train.data.indexed import IndexedWriter, file_of, open_indexed, prefix_of, token_dtype
+from zeromesh.apps.train.data.token_store import scan_documents
 
 MAGIC = b"MMIDIDX\x00\x00"
 

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-import zeromesh.train.data.encode as encode_module
+import zeromesh.apps.train.data.encode as encode_module
 from test_data_indexed import published
+from zeromesh.apps.train.data.indexed import IndexedWriter
+from zeromesh.apps.train.data.prepare_text import Changed, prepare
+from zeromesh.apps.train.data.tokenizer import train_tokenizer
+from zeromesh.base.progress import ReadingBar
 from zeromesh.config.train import TextData
-from zeromesh.observe.progress import ReadingBar
-from zeromesh.train.data.indexed import IndexedWriter
-from zeromesh.train.data.prepare import Changed, prepare
-from zeromesh.train.data.tokenizer import train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,8 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tasks of a few kilobytes, so that little text is enough for several of them."""
-    monkeypatch.setattr("zeromesh.train.data.formats.PIECE_BYTES", 2000)
-    monkeypatch.setattr("zeromesh.train.data.formats.PORTION_BYTES", 2000)
+    monkeypatch.setattr("zeromesh.apps.train.data.text_formats.PIECE_BYTES", 2000)
+    monkeypatch.setattr("zeromesh.apps.train.data.text_formats.PORTION_BYTES", 2000)
     monkeypatch.setattr(encode_module, "TASK_BYTES", 4000)
 
 
@@ -108,8 +108,8 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, small_tasks: None, monkeypat
 INTERRUPTED = """
 import sys
 from pathlib import Path
-import zeromesh.train.data.encode as encode
-import zeromesh.train.data.formats as formats
+import zeromesh.apps.train.data.encode as encode
+import zeromesh.apps.train.data.text_formats as formats
 from zeromesh.config.train import TextData
 from zeromesh.train.data.indexed import IndexedWriter
 from zeromesh.train.data.prepare import prepare
@@ -320,7 +320,7 @@ def test_named_records_are_held_out_and_not_trained_on(tmp_path: Path) -> None:
 
 
 def test_reading_shows_plain_lines_or_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeromesh.observe.progress.READING_SECONDS", 0.0)
+    monkeypatch.setattr("zeromesh.base.progress.READING_SECONDS", 0.0)
     plain = io.StringIO()
     with ReadingBar(Console(file=plain), "text to tokens", 4_000_000) as bar:
         bar.advance(1_000_000)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from zeromesh.apps.train.data.ordered_loader import open_samples
+from zeromesh.apps.train.data.prepare_text import prepare
+from zeromesh.apps.train.data.token_store import PreparedData, TokenSet
+from zeromesh.apps.train.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from zeromesh.config.train import TextData
-from zeromesh.train.data.loader import open_samples
-from zeromesh.train.data.prepare import prepare
-from zeromesh.train.data.store import PreparedData, TokenSet
-from zeromesh.train.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 
 PLAIN = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
@@ -451,7 +451,7 @@ def test_json_is_told_apart_by_its_ending_and_records_in_a_text_are_refused(tmp_
 
 
 def test_lines_are_counted_from_the_beginning_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeromesh.train.data.formats.PORTION_BYTES", 100)
+    monkeypatch.setattr("zeromesh.apps.train.data.text_formats.PORTION_BYTES", 100)
     records = [{"text": f"number {n}"} for n in range(200)]
     path = lines(tmp_path / "a.jsonl", [*records, "", {"txet": "x"}])
     with pytest.raises(ValueError, match=r"a\.jsonl, line 202: "):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from zeromesh.train.data.indexed import IndexedWriter, file_of
-from zeromesh.train.data.loader import (
+from zeromesh.apps.train.data.indexed import IndexedWriter, file_of
+from zeromesh.apps.train.data.ordered_loader import (
     Batch,
     Share,
     Stream,
@@ -17,8 +17,8 @@ from zeromesh.train.data.loader import (
     training_batches,
     training_samples,
 )
-from zeromesh.train.data.order import Blend, Permutation, pack, seed_of
-from zeromesh.train.data.store import PreparedData, TokenSet
+from zeromesh.apps.train.data.sample_order import Blend, Permutation, pack, seed_of
+from zeromesh.apps.train.data.token_store import PreparedData, TokenSet
 
 PAD = 7777
 

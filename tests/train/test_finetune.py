@@ -17,18 +17,19 @@ from typer.testing import CliRunner, Result
 import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS, VOCABULARY
-from zeromesh.cli.main import app
+from zeromesh.apps.cli.main import app
+from zeromesh.apps.train import check
+from zeromesh.apps.train import export_run as export
+from zeromesh.apps.train import train_run as train
+from zeromesh.apps.train.architectures.decoder import Decoder
+from zeromesh.apps.train.data.ordered_loader import Batch
+from zeromesh.apps.train.data.tokenizer import load_tokenizer
+from zeromesh.apps.train.metrics import read_metrics
+from zeromesh.apps.train.model import Transformer, language_model
+from zeromesh.apps.train.run_loss import require_causal, require_document_attention
+from zeromesh.apps.train.sample import TextWriter
 from zeromesh.config.settings import Settings
 from zeromesh.config.train import HuggingFace, ModelShape
-from zeromesh.observe.metrics import read_metrics
-from zeromesh.train import check, export
-from zeromesh.train import run as train
-from zeromesh.train.architectures.decoder import Decoder
-from zeromesh.train.data.loader import Batch
-from zeromesh.train.data.tokenizer import load_tokenizer
-from zeromesh.train.loss import require_causal, require_document_attention
-from zeromesh.train.model import Transformer, language_model
-from zeromesh.train.sample import TextWriter
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT = 200
@@ -89,8 +90,8 @@ def test_the_model_learns_what_the_assistant_says(tiny: Path, tuned: Path) -> No
     """The same steps in plain torch: every learned token of the global batch counts the same, wherever it is."""
     import transformers
 
-    from zeromesh.train.check import prepare_text
-    from zeromesh.train.data.loader import Share, training_batches
+    from zeromesh.apps.train.check import prepare_text
+    from zeromesh.apps.train.data.ordered_loader import Share, training_batches
 
     values = settings(tiny, tuned.parent / "plain")
     job = check.check(Settings.load(values))

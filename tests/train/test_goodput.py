@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zeromesh.train.goodput import Spent, TimeLog, read_attempts, totals
+from zeromesh.apps.train.goodput import Spent, TimeLog, read_attempts, totals
 
 
 def lines(path: Path, *records: dict[str, object]) -> Path:

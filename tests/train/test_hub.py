@@ -11,8 +11,8 @@ from typer.testing import Result
 
 from harness import ROOT
 from test_train_cli import call, refused
-from zeromesh.pretrained import model_folder
-from zeromesh.train.data.hub import dataset_folder
+from zeromesh.apps.train.data.hub_datasets import dataset_folder
+from zeromesh.checkpoint.weights.pretrained import model_folder
 
 COMMIT, OTHER = "0" * 40, "a" * 40
 SIZES = ("--gpu", "a100", "--sequence", "32", "--batch", "8", "--json")

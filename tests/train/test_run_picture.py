@@ -10,11 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from mutations import mutated
-from zeromesh.cli.main import app
-from zeromesh.observe.drawing import ChartPanel
-from zeromesh.observe.metrics import MetricsLog
-from zeromesh.train import run_picture
-from zeromesh.train.goodput import read_times
+from zeromesh.apps.cli.main import app
+from zeromesh.apps.train import run_picture
+from zeromesh.apps.train.goodput import read_times
+from zeromesh.apps.train.metrics import MetricsLog
+from zeromesh.base.drawing import ChartPanel
 
 
 def check(memory: float, slow: bool) -> dict[str, object]:

@@ -11,12 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from harness import run_command, run_ranks
-from zeromesh.cli.main import app
-from zeromesh.observe.machine import MACHINE
-from zeromesh.observe.metrics import read_metrics
-from zeromesh.plan.machine import Device, LinkSpeed, Machine, Node
-from zeromesh.train.report import WORTH
-from zeromesh.train.run import train
+from zeromesh.apps.cli.main import app
+from zeromesh.apps.plan.machine.cluster import Device, LinkSpeed, Machine, Node
+from zeromesh.apps.train.metrics import read_metrics
+from zeromesh.apps.train.run_report import WORTH
+from zeromesh.apps.train.train_run import train
+from zeromesh.base.machine import MACHINE
 
 AUTO = {
     "mesh": "auto",
@@ -107,7 +107,7 @@ def test_ranks_that_train_starts_itself_take_the_plan_of_the_command(
 ) -> None:
     monkeypatch.setenv(MACHINE, machine)
     path = config(corpus, tmp_path, **AUTO)
-    command = [sys.executable, "-m", "zeromesh.cli.main", "train", str(path), "--set", "run.ranks=2"]
+    command = [sys.executable, "-m", "zeromesh.apps.cli.main", "train", str(path), "--set", "run.ranks=2"]
     finished = run_command(command, timeout=120)
     assert finished.returncode == 0, finished.stdout
     mesh = chosen(tmp_path / "run")["mesh"]

@@ -15,15 +15,15 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 from harness import run_command, run_ranks
-from zeromesh.cli.main import app
+from zeromesh.apps.cli.main import app
+from zeromesh.apps.train.architectures.decoder import Decoder
+from zeromesh.apps.train.check import check, require_unchanged
+from zeromesh.apps.train.data.prepare_text import prepare
+from zeromesh.apps.train.metrics import read_metrics
+from zeromesh.apps.train.run_folder import RunFolder
+from zeromesh.apps.train.screen import shown_log
+from zeromesh.apps.train.train_run import train
 from zeromesh.config.settings import Settings
-from zeromesh.observe.metrics import read_metrics
-from zeromesh.train.architectures.decoder import Decoder
-from zeromesh.train.check import check, require_unchanged
-from zeromesh.train.data.prepare import prepare
-from zeromesh.train.folder import RunFolder
-from zeromesh.train.run import train
-from zeromesh.train.screen import shown_log
 
 STEPS = 6
 
@@ -170,7 +170,7 @@ def test_two_ranks_see_what_one_sees(corpus: Path, tmp_path: Path) -> None:
     model = {"dropout": 0.0}
     assert call("train", config(corpus, tmp_path / "one", model=model)).exit_code == 0
     path = config(corpus, tmp_path / "two", model=model)
-    command = [sys.executable, "-m", "zeromesh.cli.main", "train", str(path), "--set", "run.ranks=2"]
+    command = [sys.executable, "-m", "zeromesh.apps.cli.main", "train", str(path), "--set", "run.ranks=2"]
     finished = run_command(command, timeout=120)
     assert finished.returncode == 0, finished.stdout
     one, two = numbers(tmp_path / "one" / "run"), numbers(tmp_path / "two" / "run")
@@ -337,7 +337,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_is_started_again(finished,
     begun(finished, tmp_path / "run")
     refused(call("train", config(corpus, tmp_path), "--resume"), "holds no checkpoint", "without --resume")
     # A machine that is said to do one operation per second is found to do more.
-    monkeypatch.setattr("zeromesh.train.loop.peak_flops", lambda device, dtype: 1.0)
+    monkeypatch.setattr("zeromesh.apps.train.loop.peak_flops", lambda device, dtype: 1.0)
     result = call("train", config(corpus, tmp_path), "--set", "steps_per_print=3", "--set", "comet.enabled=true")
     assert result.exit_code == 0, result.output
     assert "it is started again" in result.stdout
@@ -402,7 +402,7 @@ def test_a_run_that_is_stopped_or_fails_says_what_was_kept_and_how_to_go_on(
     def stop(*arguments: Any) -> None:
         raise error
 
-    monkeypatch.setattr("zeromesh.train.run.launch", stop)
+    monkeypatch.setattr("zeromesh.apps.train.train_run.launch", stop)
     result = call("train", config(corpus, tmp_path))
     assert result.exit_code == code
     assert "has no checkpoint yet, and the same command starts from the beginning" in result.stderr

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from harness import run_ranks
-from zeromesh.cli.main import app
-from zeromesh.observe.metrics import read_metrics
-from zeromesh.train.run import train
+from zeromesh.apps.cli.main import app
+from zeromesh.apps.train.metrics import read_metrics
+from zeromesh.apps.train.train_run import train
 
 STEPS = 4
 CASES: dict[str, tuple[int, dict[str, Any]]] = {

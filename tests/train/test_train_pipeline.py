@@ -15,10 +15,10 @@ from harness import run_ranks
 from test_finetune import settings as finetuning
 from test_finetune import write
 from test_train_mesh import assert_same_model, assert_same_run, numbers
-from zeromesh.cli.main import app
-from zeromesh.observe.metrics import read_metrics
-from zeromesh.train import loop
-from zeromesh.train.run import train
+from zeromesh.apps.cli.main import app
+from zeromesh.apps.train import loop
+from zeromesh.apps.train.metrics import read_metrics
+from zeromesh.apps.train.train_run import train
 
 LIMIT = 120
 RUN = {"steps": 3, "log_every": 1, "save_every": 2, "evaluate_every": 2, "evaluate_batches": 6}

@@ -8,7 +8,7 @@ import torch
 
 from huggingface_models import MODELS
 from zeromesh import Settings
-from zeromesh.train.model import parameter_groups
+from zeromesh.apps.train.model import parameter_groups
 
 MODEL = {"path": "models/tiny", "sequence_length": 8}
 NF4 = {"library": "bitsandbytes", "bits": 4, "type": "nf4", "double": True}

@@ -15,13 +15,13 @@ from torch import nn
 
 import zeromesh
 from test_train_cli import call, config
+from zeromesh.apps.train.goodput import read_times
+from zeromesh.apps.train.run_folder import RunFolder
 from zeromesh.checkpoint import save
 from zeromesh.comm.environment import shutdown
-from zeromesh.engine import Engine
-from zeromesh.train.folder import RunFolder
-from zeromesh.train.goodput import read_times
+from zeromesh.engine.engine import Engine
 
-TRAIN = [sys.executable, "-m", "zeromesh.cli.main"]
+TRAIN = [sys.executable, "-m", "zeromesh.apps.cli.main"]
 
 
 def steps_so_far(run: RunFolder) -> int:
@@ -40,7 +40,9 @@ def wait_for_steps(run: RunFolder, process: subprocess.Popen[str], count: int) -
     ("prefix", "asynchronous"),
     [
         (["train"], False),
-        pytest.param(["launch", "--nproc", "2", "-m", "zeromesh.cli.main", "train"], False, marks=pytest.mark.full),
+        pytest.param(
+            ["launch", "--nproc", "2", "-m", "zeromesh.apps.cli.main", "train"], False, marks=pytest.mark.full
+        ),
         pytest.param(["train"], True, marks=pytest.mark.full),
     ],
 )

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from zeromesh.cli.main import app
-from zeromesh.observe.metrics import read_metrics
+from zeromesh.apps.cli.main import app
+from zeromesh.apps.train.metrics import read_metrics
 
 STEPS, BATCH, LENGTH = 30, 4, 32
 

@@ -14,21 +14,23 @@ import zeromesh
 from verifying import OWN, of_model
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
-from zeromesh.context import huggingface
-from zeromesh.engine import Engine
-from zeromesh.optim.host import HostSteps
-from zeromesh.shard import place, sharded, sums
-from zeromesh.shard.buffers import ModelBuffers
-from zeromesh.shard.flat import Flat
-from zeromesh.shard.gradient import Gradient
-from zeromesh.shard.reducer import Reducer
+from zeromesh.engine.engine import Engine
+from zeromesh.engine.update import Update
+from zeromesh.parallel.context import huggingface_decoders as huggingface
+from zeromesh.parallel.follow.token_check import TokenCheck
+from zeromesh.parallel.tensor import operators
+from zeromesh.parallel.tensor import split_linear as tensor_linear
+from zeromesh.parallel.tensor import split_model as tensor_apply
+from zeromesh.shard import place_units as place
+from zeromesh.shard import sharded
+from zeromesh.shard.gradients import gradient_sums as sums
+from zeromesh.shard.gradients.gradient import Gradient
+from zeromesh.shard.gradients.reducer import Reducer
+from zeromesh.shard.optim.host import HostSteps
+from zeromesh.shard.parameters.flat import Flat
+from zeromesh.shard.parameters.model_buffers import ModelBuffers
 from zeromesh.shard.sharded import ShardedModel
-from zeromesh.shard.table.table import Table
-from zeromesh.tensor import apply as tensor_apply
-from zeromesh.tensor import linear as tensor_linear
-from zeromesh.tensor import operators
-from zeromesh.tensor.token_check import TokenCheck
-from zeromesh.update import Update
+from zeromesh.shard.tables.table import Table
 
 ADAM: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}}
 SGD: dict[str, Any] = {"type": "SGD", "params": {"lr": 1e-1, "momentum": 0.9}}

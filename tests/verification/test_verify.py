@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 import zeromesh
 from harness import on_ranks
 from verifying import Net, net_and_batch
-from zeromesh.cli.main import app
+from zeromesh.apps.cli.main import app
+from zeromesh.apps.verify.plain_training import PlainStep
+from zeromesh.apps.verify.ranks import Finding
+from zeromesh.apps.verify.rows import SampleRows
+from zeromesh.apps.verify.small_layout import small_layout
+from zeromesh.apps.verify.verification_report import Report, TrialReport, Verdict
 from zeromesh.config.settings import Settings
-from zeromesh.verification.layout import small_layout
-from zeromesh.verification.plain import PlainStep
-from zeromesh.verification.ranks import Finding
-from zeromesh.verification.report import Report, TrialReport, Verdict
-from zeromesh.verification.rows import SampleRows
 
 CONFIG: dict[str, Any] = {
     "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
@@ -225,8 +225,8 @@ def test_training_begins_only_after_an_equal_comparison(
     verdict: Verdict, trains: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[Any] = []
-    monkeypatch.setattr("zeromesh.cli.verify.run", lambda question: called.append(question) or verdict)
-    monkeypatch.setattr("zeromesh.train.run.train", lambda *_: called.append("trained"))
+    monkeypatch.setattr("zeromesh.apps.cli.verify.run", lambda question: called.append(question) or verdict)
+    monkeypatch.setattr("zeromesh.apps.train.train_run.train", lambda *_: called.append("trained"))
     result = CliRunner().invoke(app, ["train", "config.json", "--verify", "--set", "run.steps=2"])
     assert result.exit_code == verdict.value, result.output
     assert called[0].overrides == ["run.steps=2"]

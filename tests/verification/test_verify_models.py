@@ -7,7 +7,7 @@ import torch
 
 from harness import run_ranks
 from verifying import of_model, of_net, of_tables
-from zeromesh.verification.plain import PlainStep, _bounds
+from zeromesh.apps.verify.plain_training import PlainStep, _bounds
 
 FAMILIES = ("gpt2", "llama", "qwen2", "opt", "phi3", "bert", "vit", "t5", "mixtral", "net")
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}

@@ -8,7 +8,7 @@ from transformers import RobertaConfig, RobertaForCausalLM
 
 import zeromesh
 from huggingface_models import MODELS
-from zeromesh.verification.report import Report
+from zeromesh.apps.verify.verification_report import Report
 
 
 def of_model(name: str, config: dict[str, Any], steps: int = 3, **options: Any) -> Report:

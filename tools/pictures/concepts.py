@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 from pictures.canvas import BLUE, GREEN, GREY, ORANGE, VIOLET, WIDTH, Canvas  # noqa: E402
-from zeromesh.model.placement import ROWS, Placement  # noqa: E402
+from zeromesh.base.placement import ROWS, Placement  # noqa: E402
 
 RANKS = 4
 STATES = (("parameter", BLUE), ("gradient", ORANGE), ("optimizer", GREEN))

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zeromesh.checkpoint.folder import another_offered
+from zeromesh.base.files import require_regular
+from zeromesh.base.words import some
+from zeromesh.checkpoint.checkpoint_folder import another_offered
 from zeromesh.checkpoint.manifest import CODES, dtype_name, hash_of, read_manifest, require_files, require_sound
-from zeromesh.model.files import require_regular
-from zeromesh.observe.units import some
 
 PART = 16 * 1024**2  # bytes that are written, hashed and brought to the host at a time
 

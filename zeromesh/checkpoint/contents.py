@@ -15,25 +15,25 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zeromesh.base.buffer_memory import EXTRA, plain_name
+from zeromesh.base.piece import Piece
+from zeromesh.base.placement import Tier
+from zeromesh.base.quantized_layers import fingerprint, layers, states
+from zeromesh.base.split import Held
 from zeromesh.checkpoint.boxes import Box
 from zeromesh.checkpoint.manifest import dtype_name
 from zeromesh.checkpoint.packing import StoredTensors, pack
 from zeromesh.checkpoint.random_state import random_state
 from zeromesh.comm.mesh import Mesh
-from zeromesh.model.buffers import EXTRA, plain_name
-from zeromesh.model.piece import Piece
-from zeromesh.model.placement import Tier
-from zeromesh.model.quantized import fingerprint, layers, states
-from zeromesh.model.split import Held
-from zeromesh.optim.schedules import RateSchedule
-from zeromesh.optim.spikes import SpikeWatch
-from zeromesh.precision.scaler import LossScaler
-from zeromesh.shard.flat import Flat
+from zeromesh.shard.optim.scaler import LossScaler
+from zeromesh.shard.optim.schedules import RateSchedule
+from zeromesh.shard.optim.spikes import SpikeWatch
+from zeromesh.shard.parameters.flat import Flat
 from zeromesh.shard.sharded import ShardedModel
-from zeromesh.shard.window import PiecePart, StateWindow, pieces_in
+from zeromesh.shard.store.window import PiecePart, StateWindow, pieces_in
 
 if TYPE_CHECKING:
-    from zeromesh.training_data import Loader, Position
+    from zeromesh.base.loader import Loader, Position
 
 
 NAMED = ("scalars", "members", "parameters", "tied", "extra")  # entries of the manifest by names of the model

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zeromesh.base.words import counted, nearest, some
 from zeromesh.checkpoint.boxes import Reader
+from zeromesh.checkpoint.checkpoint_folder import is_readable, latest, locate
 from zeromesh.checkpoint.contents import (
     FROZEN_LEFT_OUT,
     NAMED,
@@ -31,10 +33,9 @@ from zeromesh.checkpoint.contents import (
     scheduler_name,
     tied,
 )
-from zeromesh.checkpoint.folder import is_readable, latest, locate
-from zeromesh.checkpoint.formats.detect import foreign
+from zeromesh.checkpoint.formats.detect_format import foreign
 from zeromesh.checkpoint.manifest import ANOTHER, as_written, require_run
-from zeromesh.checkpoint.optimizer import (
+from zeromesh.checkpoint.optimizer_states import (
     load_optimizer,
     load_options,
     load_rows,
@@ -53,10 +54,9 @@ from zeromesh.checkpoint.whole import of_all_stages
 from zeromesh.comm.agreement import agree_run, require_agreement, texts
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.detect import may_restart
-from zeromesh.config.batch import TRAIN
-from zeromesh.observe.units import counted, nearest, some
+from zeromesh.config.batch_sizes import TRAIN
 from zeromesh.shard.sharded import ShardedModel
-from zeromesh.shard.window import StateWindow
+from zeromesh.shard.store.window import StateWindow
 
 _log = logging.getLogger(__name__)
 

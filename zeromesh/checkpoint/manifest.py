@@ -15,7 +15,7 @@ from typing import Annotated, Any, NotRequired
 import torch
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-from zeromesh.model.files import (
+from zeromesh.base.files import (
     LARGEST_RECORD,
     Count,
     DictOf,
@@ -27,7 +27,7 @@ from zeromesh.model.files import (
     read_text,
     record_type,
 )
-from zeromesh.observe.units import some
+from zeromesh.base.words import some
 
 # Format of manifests that are written; format 1 is read, too. It rises when a version of this code that reads the
 # present one would read a new manifest wrongly. A new key that may be missing does not raise it.

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeromesh.base.keras_layers import global_seed, layers_of, seeds_of
 from zeromesh.comm.agreement import texts
 from zeromesh.comm.collectives import Group
-from zeromesh.model.keras_layers import global_seed, layers_of, seeds_of
 
 _log = logging.getLogger("zeromesh")
 

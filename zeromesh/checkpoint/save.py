@@ -14,21 +14,11 @@ from typing import Any
 
 import torch
 
-from zeromesh.checkpoint.background import WHAT, BackgroundSaves, Failures, explained, wait_for_ranks
+from zeromesh.base.files import LARGEST_RECORD, read_text
+from zeromesh.base.lock import FolderInUse, locked
+from zeromesh.base.version import VERSION
 from zeromesh.checkpoint.boxes import Box, ShardWriter
-from zeromesh.checkpoint.contents import (
-    FROZEN_LEFT_OUT,
-    NAMED,
-    RunState,
-    boxes,
-    extra_state,
-    model_fields,
-    parameters,
-    plain_names,
-    scheduler_name,
-    tied,
-)
-from zeromesh.checkpoint.folder import (
+from zeromesh.checkpoint.checkpoint_folder import (
     DRAFT,
     begin,
     commit,
@@ -41,12 +31,22 @@ from zeromesh.checkpoint.folder import (
     write_latest,
     write_manifest,
 )
-from zeromesh.checkpoint.optimizer import members, options, scalars
+from zeromesh.checkpoint.contents import (
+    FROZEN_LEFT_OUT,
+    NAMED,
+    RunState,
+    boxes,
+    extra_state,
+    model_fields,
+    parameters,
+    plain_names,
+    scheduler_name,
+    tied,
+)
+from zeromesh.checkpoint.copies.background import WHAT, BackgroundSaves, Failures, explained, wait_for_ranks
+from zeromesh.checkpoint.optimizer_states import members, options, scalars
 from zeromesh.checkpoint.packing import pack
 from zeromesh.comm.agreement import agree_run, catch, require_agreement
-from zeromesh.config.version import VERSION
-from zeromesh.model.files import LARGEST_RECORD, read_text
-from zeromesh.tiers.lock import FolderInUse, locked
 
 MANIFEST_BYTES = 400  # estimated bytes of the manifest for each box
 

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeromesh.base.buffer_memory import is_extra
+from zeromesh.base.words import some
 from zeromesh.checkpoint.contents import extra_modules, own_buffers, plain_names
 from zeromesh.checkpoint.packing import Move, broadcast_value, move_tensors
 from zeromesh.comm.agreement import agree_run, texts
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
-from zeromesh.model.buffers import is_extra
-from zeromesh.observe.units import some
+from zeromesh.shard.parameters.unit import Unit
 from zeromesh.shard.sharded import ShardedModel
-from zeromesh.shard.table.table import Table
-from zeromesh.shard.unit import Unit
+from zeromesh.shard.tables.table import Table
 
 _log = logging.getLogger(__name__)
 

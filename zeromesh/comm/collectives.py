@@ -1,7 +1,7 @@
 """Collectives over one mesh axis that move as little as the formulas say, on every backend.
 
 With n ranks, an all-gather or a reduce-scatter of V bytes sends V (n-1)/n from each rank. Between several nodes they
-run in two steps, see ``topology.py``, and messages over the slow link may be compressed, see ``formats.py``.
+run in two steps, see ``topology.py``, and messages over the slow link may be compressed, see ``message_formats.py``.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from zeromesh.comm.environment import backends
-from zeromesh.comm.formats import Format
 from zeromesh.comm.local import LocalGroup
+from zeromesh.comm.message_formats import Format
+from zeromesh.comm.ordered_sums import SumPlace, accumulate, copy
 from zeromesh.comm.second_step import SecondSteps
-from zeromesh.comm.sums import SumPlace, accumulate, copy
 from zeromesh.comm.topology import Topology
 from zeromesh.comm.traffic import Traffic
 from zeromesh.comm.watchdog import Watchdog

@@ -16,6 +16,7 @@ from urllib.parse import parse_qsl, urlsplit
 import torch
 import torch.distributed as dist
 
+from zeromesh.base.words import counted
 from zeromesh.comm import interface, local, peers, trust
 from zeromesh.comm.detect import VARIABLES, Environment, is_launched
 from zeromesh.comm.failure import StartError
@@ -23,7 +24,6 @@ from zeromesh.comm.launchers import FILE, MPI, TORCHRUN, names_of
 from zeromesh.comm.messages import backends
 from zeromesh.comm.mpi import backend as mpi
 from zeromesh.comm.rendezvous import join_rendezvous, start_limit
-from zeromesh.observe.units import counted
 
 __all__ = [
     "VARIABLES", "Environment", "StartError", "backends", "default_backend", "device_for", "device_of_group",

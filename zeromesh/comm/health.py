@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from zeromesh.base.kernels.measure import best_seconds, copy_speed, synchronize
 from zeromesh.comm.agreement import agree_run
 from zeromesh.comm.mesh import Mesh
-from zeromesh.kernels.measure import best_seconds, copy_speed, synchronize
 
 SLOW = 0.5  # of what is usual
 LEAST_CHECKS = 3  # of a thing, from which on its own median counts

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zeromesh.base.kernels.measure import seconds_of, synchronize
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.environment import Environment
 from zeromesh.comm.mesh import Mesh
-from zeromesh.kernels.measure import seconds_of, synchronize
 
 # Bytes per rank of the all-gathers that are timed, ascending; a slow link does not get to the last.
 SIZES = tuple(1 << power for power in (10, 14, 18, 20, 22, 24, 26))

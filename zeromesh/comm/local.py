@@ -1,8 +1,8 @@
 """Messages between ranks of one machine, copied from memory to memory instead of through sockets.
 
 gloo writes a message into a socket, and reads it from there, some kilobytes at a time. Here the receiver copies it once
-(``kernels/messages.c``), at about the speed of memory, and no thread needs Python's lock. Messages that are summed are
-not even copied: the receiver adds them up as it reads them.
+(``base/kernels/messages.c``), at about the speed of memory, and no thread needs Python's lock. Messages that are
+summed are not even copied: the receiver adds them up as it reads them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 
+from zeromesh.base.kernels.native import SUMMED, library
 from zeromesh.comm.messages import gather_json
 from zeromesh.comm.watchdog import PLACE
-from zeromesh.kernels.native import SUMMED, library
 
 LEAVING = 1000  # milliseconds that an ending process gives others to copy what was sent to them
 _PAUSE = 1000  # milliseconds after which a wait lets Python handle signals

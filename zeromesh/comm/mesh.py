@@ -11,13 +11,13 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from zeromesh.base.words import counted
 from zeromesh.comm import local, trust, watchdog
 from zeromesh.comm.calls import compare_calls
 from zeromesh.comm.collectives import Group, Pending, backend_for
-from zeromesh.comm.formats import Format
+from zeromesh.comm.message_formats import Format
 from zeromesh.comm.mpi import backend as mpi
 from zeromesh.comm.traffic import Traffic
-from zeromesh.observe.units import counted
 
 _Shape = tuple[int, ...]
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from zeromesh.base.version import VERSION
 from zeromesh.comm.detect import Environment
 from zeromesh.comm.failure import StartError
-from zeromesh.config.version import VERSION
 
 # Bytes of each field. It must stay as it is, with the order of the fields, for versions that differ to be told.
 _WIDTH = 32

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zeromesh.base.worker import Worker
 from zeromesh.comm.detect import Environment
 from zeromesh.comm.failure import StartError
 from zeromesh.comm.launchers import FILE, LOOPBACK
 from zeromesh.comm.trust import SECRET, SealedStore, run_name, run_token, sign
-from zeromesh.model.worker import Worker
 
 START_SECONDS = 300.0  # that ranks wait for each other, unless ZEROMESH_START_TIMEOUT is set
 

@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 import torch
 
-from zeromesh.model.worker import Worker
+from zeromesh.base.worker import Worker
 
 LEAVING = 1.0  # seconds for which an exiting process waits for unfinished steps
 

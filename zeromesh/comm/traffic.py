@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zeromesh.comm.sums import CHUNK
+from zeromesh.comm.ordered_sums import CHUNK
 
 Listener = Callable[[str, str, int], None] | None  # of a collective's name, its axis, and the bytes sent
 

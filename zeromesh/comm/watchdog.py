@@ -27,9 +27,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zeromesh.base.worker import Worker
 from zeromesh.comm.rank import write_failure
 from zeromesh.comm.trust import connect_again
-from zeromesh.model.worker import Worker
 
 PATIENCE = 30.0  # seconds that every rank must have waited, each in one collective, before they are given up
 OWN = 10  # times PATIENCE that collectives of the program's own may take: nothing is known of their size

@@ -16,12 +16,22 @@ from math import inf, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zeromesh.base.words import show
 from zeromesh.config.catalogue import suggest
 from zeromesh.config.document import SCHEMA, is_unset, read_object, whole_document
-from zeromesh.config.names import EXACT_OPTIMIZERS
+from zeromesh.config.optimizer_names import EXACT_OPTIMIZERS
 from zeromesh.config.settings import entries
-from zeromesh.config.tables import EXACT, GONE, RENAMED, UNREAD, UNSET, WITHOUT_EFFECT, enables, look_up, sections_of
-from zeromesh.observe.units import show
+from zeromesh.config.special_keys import (
+    EXACT,
+    GONE,
+    RENAMED,
+    UNREAD,
+    UNSET,
+    WITHOUT_EFFECT,
+    enables,
+    look_up,
+    sections_of,
+)
 
 _log = logging.getLogger("zeromesh")
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from zeromesh.base.words import nearest, show
 from zeromesh.config.errors import ConfigError
-from zeromesh.config.tables import RENAMED
-from zeromesh.observe.units import nearest, show
+from zeromesh.config.special_keys import RENAMED
 
 Schema = dict[str, Any]
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zeromesh.config.curriculum import sampled_by_length
+from zeromesh.base.files import UnreadableFile, read_text
+from zeromesh.base.words import show
+from zeromesh.config.curriculum_section import sampled_by_length
 from zeromesh.config.errors import ConfigError
-from zeromesh.config.tables import RENAMED, UNSET
-from zeromesh.model.files import UnreadableFile, read_text
-from zeromesh.observe.units import show
+from zeromesh.config.special_keys import RENAMED, UNSET
 
 SCHEMA = "$schema"  # key by which a file names its schema for the user's editor
 DEEPEST = 50  # levels of objects and lists; far below Python's limit of recursion, which later steps rely on

@@ -14,7 +14,7 @@ from typing import Any
 from zeromesh.config.document import is_unset
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Resolved, Settings
-from zeromesh.config.tables import RENAMED, look_up
+from zeromesh.config.special_keys import RENAMED, look_up
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from zeromesh.config.automatic import planned_keys
+from zeromesh.base.words import show
 from zeromesh.config.document import is_unset, whole_document
 from zeromesh.config.errors import ConfigError
+from zeromesh.config.planned_keys import planned_keys
 from zeromesh.config.section import Section
-from zeromesh.config.tables import UNREAD, UNSET, look_up, sections_of
-from zeromesh.observe.units import show
+from zeromesh.config.special_keys import UNREAD, UNSET, look_up, sections_of
 
 _log = logging.getLogger("zeromesh")
 

@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import ValidationError, model_validator
 
-from zeromesh.config import parts, train
-from zeromesh.config.batch import solve_batch, solve_mesh
+from zeromesh.base.placement import ROWS, PlacementRow, Tier
+from zeromesh.config import feature_sections as parts
+from zeromesh.config import train
+from zeromesh.config.batch_sizes import solve_batch, solve_mesh
 from zeromesh.config.bf16 import Bf16
 from zeromesh.config.catalogue import Entry, catalogue, explain
-from zeromesh.config.curriculum import Curriculum
+from zeromesh.config.curriculum_section import Curriculum
 from zeromesh.config.data_types import DataTypes
 from zeromesh.config.document import read_document
 from zeromesh.config.errors import ConfigError
+from zeromesh.config.key_rules import gather_problems, low_precision_problems, problems
 from zeromesh.config.printing import jsonable
-from zeromesh.config.rules import gather_problems, low_precision_problems, problems
 from zeromesh.config.section import (
     BatchInt,
     CountFloat,
@@ -36,7 +38,7 @@ from zeromesh.config.section import (
     as_dtype,
     key,
 )
-from zeromesh.config.tables import (
+from zeromesh.config.special_keys import (
     NOT_YET,
     WITHOUT_EFFECT,
     efficiency_problems,
@@ -45,11 +47,10 @@ from zeromesh.config.tables import (
     without_effect,
     without_unread,
 )
-from zeromesh.config.zero import ZeroOptimization
-from zeromesh.model.placement import ROWS, PlacementRow, Tier
+from zeromesh.config.zero_section import ZeroOptimization
 
 if TYPE_CHECKING:
-    from zeromesh.model.precision import LossScale, Precision
+    from zeromesh.base.precision import LossScale, Precision
 
 log = logging.getLogger("zeromesh")
 
@@ -277,7 +278,7 @@ class Settings(Section):
     def precision(self) -> Precision:
         """The dtypes of the run."""
         # Imported late, as in as_dtype.
-        from zeromesh.model.precision import Precision
+        from zeromesh.base.precision import Precision
 
         # The rules between sections refuse the first two together.
         compute = "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else None
@@ -296,7 +297,7 @@ class Settings(Section):
 
     @property
     def _loss_scale(self) -> LossScale:
-        from zeromesh.model.precision import LossScale
+        from zeromesh.base.precision import LossScale
 
         return LossScale(
             static=self.fp16.loss_scale or None,

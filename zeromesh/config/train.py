@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ValidationError, field_validator, model_validator
 
-from zeromesh.config.batch import divisors_of
+from zeromesh.base.words import show
+from zeromesh.config.batch_sizes import divisors_of
 from zeromesh.config.section import CountFloat, CountInt, Int, Names, PositiveFloat, PositiveInt, Section, SizeInt, key
-from zeromesh.observe.units import show
 
 
 class ModelShape(Section):

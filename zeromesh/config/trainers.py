@@ -11,7 +11,7 @@ from zeromesh.config.adopt import adopt
 from zeromesh.config.document import is_unset
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
-from zeromesh.config.tables import UNSET, look_up
+from zeromesh.config.special_keys import UNSET, look_up
 
 _DEFAULTS: dict[str, Any] = {
     # Libraries look these up, and save whole weights if the second says so.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from zeromesh.base.placement import ROWS, PlacementRow, Tier
 from zeromesh.config.settings import TIERS
-from zeromesh.model.placement import ROWS, PlacementRow, Tier
 
 NVME_FOLDER = "/local_nvme"
 LEARNING_RATE = 3e-4  # of a written configuration; usual for AdamW, and the user's to change

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from zeromesh import owners
+from zeromesh.engine import owners
 
 _SAFE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeromesh.base.files import write_text
 from zeromesh.checkpoint.boxes import Reader
+from zeromesh.checkpoint.checkpoint_folder import latest, locate
 from zeromesh.checkpoint.contents import FROZEN_LEFT_OUT
-from zeromesh.checkpoint.folder import latest, locate
-from zeromesh.model.files import write_text
-from zeromesh.weight_files import ExportFiles
+from zeromesh.checkpoint.weights.weight_files import ExportFiles
 
 SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 SCRIPT = "zero_to_fp32.py"

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
-from zeromesh.owners import engine_of
-from zeromesh.shard.find import is_leaf, mark_leaf
+from zeromesh.engine.owners import engine_of
+from zeromesh.shard.find_units import is_leaf, mark_leaf
 
 Match = Callable[[str, nn.Module, object], bool]
 

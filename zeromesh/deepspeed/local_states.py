@@ -12,12 +12,13 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from zeromesh import owners, zero
+from zeromesh import zero
 from zeromesh.checkpoint.formats.form import states_of
-from zeromesh.engine import Engine
-from zeromesh.shard.reducer import complete_together
+from zeromesh.engine import owners
+from zeromesh.engine.engine import Engine
+from zeromesh.shard.gradients.reducer import complete_together
 from zeromesh.shard.sharded import Pick
-from zeromesh.shard.table.table import Table
+from zeromesh.shard.tables.table import Table
 
 _log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from zeromesh.optim.schedules import SCHEDULES, RateSchedule, curves_of
-from zeromesh.optim.values import unknown_parameter, without_auto
+from zeromesh.shard.optim.arguments import unknown_parameter, without_auto
+from zeromesh.shard.optim.schedules import SCHEDULES, RateSchedule, curves_of
 
 _log = logging.getLogger("zeromesh")
 

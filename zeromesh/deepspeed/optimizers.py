@@ -13,11 +13,11 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from zeromesh.base.signatures import refuse
 from zeromesh.deepspeed.wrappers import Named
-from zeromesh.optim.bound import PartHook
-from zeromesh.optim.lamb import Lamb
-from zeromesh.optim.lion import Lion
-from zeromesh.signatures import refuse
+from zeromesh.shard.optim.bound import PartHook
+from zeromesh.shard.optim.lamb import Lamb
+from zeromesh.shard.optim.lion import Lion
 
 _BIAS = "torch's Adam always corrects the bias; leave it out"
 _NARROW = (torch.float16, torch.bfloat16)

@@ -21,17 +21,18 @@ from torch.nn.modules.module import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zeromesh import owners, zero
+from zeromesh import zero
+from zeromesh.base.dtypes import keep_wide
+from zeromesh.base.precision import Precision
 from zeromesh.config.adopt import adopt
 from zeromesh.config.settings import Settings
-from zeromesh.deepspeed.group import init_distributed
-from zeromesh.model.dtypes import keep_wide
-from zeromesh.model.precision import Precision
-from zeromesh.shard.deferred import is_deferred, replayed
-from zeromesh.shard.guard import is_unloaded
-from zeromesh.shard.materialise import replace
+from zeromesh.deepspeed.start_group import init_distributed
+from zeromesh.engine import owners
+from zeromesh.shard.parameters.absent_guard import is_unloaded
+from zeromesh.shard.parameters.deferred import is_deferred, replayed
+from zeromesh.shard.parameters.materialise import replace
+from zeromesh.shard.parameters.unit import State
 from zeromesh.shard.sharded import ShardedModel
-from zeromesh.shard.unit import State
 
 _NUMBERS: Any = WeakIdKeyDictionary()  # ``ds_id``, given when it is first asked for
 _next = count()

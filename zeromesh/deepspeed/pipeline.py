@@ -11,21 +11,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeromesh import batches
+from zeromesh.base.containers import map_tensors
+from zeromesh.base.files import require_regular
+from zeromesh.base.signatures import refuse
 from zeromesh.checkpoint.packing import broadcast_value
 from zeromesh.comm.collectives import Group
-from zeromesh.deepspeed.engine import DeepSpeedEngine
-from zeromesh.deepspeed.topology import PipelineParallelGrid, ProcessTopology
-from zeromesh.engine import BY_BATCH
-from zeromesh.engine_state import Parts
-from zeromesh.model.containers import map_tensors
-from zeromesh.model.files import require_regular
-from zeromesh.pipeline.runtime.cut import examine
-from zeromesh.pipeline.schedule.partition import starts_of
-from zeromesh.pipeline_module import PipelineModule
-from zeromesh.shard.deferred import is_deferred, replayed
-from zeromesh.shard.materialise import replace
-from zeromesh.signatures import refuse
+from zeromesh.deepspeed.deepspeed_engine import DeepSpeedEngine
+from zeromesh.deepspeed.pipe_topology import PipelineParallelGrid, ProcessTopology
+from zeromesh.engine import batches
+from zeromesh.engine.engine import BY_BATCH
+from zeromesh.engine.pipeline_module import PipelineModule
+from zeromesh.engine.state import Parts
+from zeromesh.parallel.pipeline.runtime.cut import examine
+from zeromesh.parallel.pipeline.schedule.partition import starts_of
+from zeromesh.shard.parameters.deferred import is_deferred, replayed
+from zeromesh.shard.parameters.materialise import replace
 
 
 class PipelineError(Exception):

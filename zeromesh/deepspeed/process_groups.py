@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from zeromesh.owners import newest_engine
+from zeromesh.engine.owners import newest_engine
 
 AXES = {
     "data_parallel": "data",

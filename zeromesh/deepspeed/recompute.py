@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zeromesh.activation.checkpoint import checkpoint_with
-from zeromesh.deepspeed.devices import get_accelerator
-from zeromesh.owners import newest_engine
+from zeromesh.deepspeed.device_interface import get_accelerator
+from zeromesh.engine.owners import newest_engine
+from zeromesh.parallel.activation.checkpoint import checkpoint_with
 
 if TYPE_CHECKING:
-    from zeromesh.activation.store import ActivationStore
     from zeromesh.comm.collectives import Group
+    from zeromesh.parallel.activation.activation_store import ActivationStore
 
 _log = logging.getLogger("zeromesh")
 
@@ -87,7 +87,7 @@ def _store() -> ActivationStore | None:
     if not host and group is None:
         return None
     if (host, group) not in _stores:
-        from zeromesh.activation.store import ActivationStore
+        from zeromesh.parallel.activation.activation_store import ActivationStore
 
         device = torch.device(get_accelerator().current_device_name())
         _stores[host, group] = ActivationStore(device, host, group)

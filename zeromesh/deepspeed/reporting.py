@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zeromesh.base.operation_counts import Operations
+from zeromesh.base.signatures import refuse
+from zeromesh.base.words import scaled_text
 from zeromesh.config.settings import Settings
-from zeromesh.initialization.prepare import open_monitors
-from zeromesh.observe.operations import Operations
-from zeromesh.observe.units import scaled_text
-from zeromesh.signatures import refuse
+from zeromesh.engine.initialize.optimizer_setup import open_monitors
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> Settings:
@@ -60,8 +60,9 @@ flops_to_string, macs_to_string, params_to_string, duration_to_string = (
 class OperationProfiler:
     """Counter of a model's operations between ``start_profile`` and ``stop_profile``.
 
-    Products of matrices, convolutions and attention count, as in ``zeromesh.observe.operations``; unlike DeepSpeed's,
-    what is done element by element does not. A multiplication and an addition are two operations, and one MAC.
+    Products of matrices, convolutions and attention count, as in ``zeromesh.base.operation_counts``; unlike
+    DeepSpeed's, what is done element by element does not. A multiplication and an addition are two operations, and one
+    MAC.
 
     Pass ``engine.module`` for an engine. Operations that are done again are counted as they happen.
     """

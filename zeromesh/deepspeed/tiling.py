@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeromesh.base.tiled import Tile
 from zeromesh.deepspeed.parameters import GatheredParameters
-from zeromesh.model.tiled import Tile
 
 
 def _bounds(size: int, parts: int, name: str) -> list[int]:

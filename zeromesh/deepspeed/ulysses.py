@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from zeromesh.signatures import refuse
+from zeromesh.base.signatures import refuse
 
 
 class DistributedAttention(nn.Module):

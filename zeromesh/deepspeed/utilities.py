@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeromesh import owners, zero
-from zeromesh.deepspeed.devices import get_accelerator
-from zeromesh.model.containers import map_tensors
-from zeromesh.pipeline.schedule.partition import partition
-from zeromesh.signatures import refuse
+from zeromesh import zero
+from zeromesh.base.containers import map_tensors
+from zeromesh.base.signatures import refuse
+from zeromesh.deepspeed.device_interface import get_accelerator
+from zeromesh.engine import owners
+from zeromesh.parallel.pipeline.schedule.partition import partition
 
 logger = logging.getLogger("zeromesh")
 

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from zeromesh.config.engine_answers import Asked, answer
 from zeromesh.deepspeed.utilities import ZeRORuntimeException
-from zeromesh.optim.lion import Lion
-from zeromesh.optim.muon import Muon
+from zeromesh.shard.optim.lion import Lion
+from zeromesh.shard.optim.muon import Muon
 
 Engine = Any  # a DeepSpeedEngine
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from zeromesh import deepspeed
 from zeromesh.config.trainers import allows_untested, copies_in, for_trainer, require_lightning
-from zeromesh.optim.factory import check_users
+from zeromesh.shard.optim.factory import check_users
 
 deepspeed.install()  # the class below asks for it
 

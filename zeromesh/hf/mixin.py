@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from zeromesh.base.containers import map_tensors
 from zeromesh.config.trainers import copies_in, for_trainer, ranks_in
-from zeromesh.engine import Engine
+from zeromesh.engine.engine import Engine
+from zeromesh.engine.owners import engine_of
 from zeromesh.hf.late import activate
-from zeromesh.hf.stages import StagedSteps, outputs_of, whole_sequences
-from zeromesh.model.containers import map_tensors
-from zeromesh.owners import engine_of
+from zeromesh.hf.staged_trainer import StagedSteps, outputs_of, whole_sequences
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

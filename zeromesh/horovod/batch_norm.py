@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from zeromesh.engine.joint_batch import SynchronisedBatchNorm
+from zeromesh.horovod.horovod_start import rank, size
 from zeromesh.horovod.operations import Sum, allreduce
-from zeromesh.horovod.start import rank, size
-from zeromesh.joint_batch import SynchronisedBatchNorm
 
 
 class SyncBatchNorm(SynchronisedBatchNorm):

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
+from zeromesh.base.files import UnreadableFile, new_file, open_regular
 from zeromesh.comm.detect import Environment, may_restart
 from zeromesh.comm.trust import LASTING, require_private, run_token, sign
 from zeromesh.horovod.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from zeromesh.horovod.start import rank, size
+from zeromesh.horovod.horovod_start import rank, size
 from zeromesh.horovod.world import HorovodInternalError
-from zeromesh.model.files import UnreadableFile, new_file, open_regular
 
 FOLDER = "ZEROMESH_ELASTIC"
 """Variable with the folder of committed states, which all nodes see; by default .zeromesh-elastic."""

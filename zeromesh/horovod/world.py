@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from zeromesh.base.worker import Worker
 from zeromesh.comm.environment import Environment, backends, init_distributed
 from zeromesh.comm.environment import shutdown as end_group
 from zeromesh.comm.messages import gather_json
@@ -34,7 +35,6 @@ from zeromesh.comm.watchdog import PLACE
 from zeromesh.horovod import moves
 from zeromesh.horovod.negotiation import Decision, Negotiator, Request, key_of, shown
 from zeromesh.horovod.timeline import OperationTimeline
-from zeromesh.model.worker import Worker
 
 BLOCKED = 2.0
 """Seconds of waiting after which a rank says so, for rank 0 to see when all wait for each other."""

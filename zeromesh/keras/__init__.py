@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zeromesh.keras.data import batches
     from zeromesh.keras.distributed import distribute
-    from zeromesh.keras.optimizer import KerasOptimizer
+    from zeromesh.keras.keras_optimizer import KerasOptimizer
 
-_HOMES = {"batches": "data", "distribute": "distributed", "KerasOptimizer": "optimizer"}
+_HOMES = {"batches": "data", "distribute": "distributed", "KerasOptimizer": "keras_optimizer"}
 
 __all__ = ["KerasOptimizer", "batches", "distribute"]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import keras
 
+from zeromesh.base.keras_layers import layers_of, refuse_other_backends
 from zeromesh.config.settings import Settings
-from zeromesh.keras.optimizer import check_optimizer, check_variables, without_scaling
-from zeromesh.model.keras_layers import layers_of, refuse_other_backends
+from zeromesh.keras.keras_optimizer import check_optimizer, check_variables, without_scaling
 
 _STEPS = [name.format(kind) for name in ("{}_step", "make_{}_function") for kind in ("train", "test", "predict")]
 _MEANS = ("sum_over_batch_size", "mean")

@@ -10,8 +10,8 @@ import keras
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from zeromesh.engine import Engine
-from zeromesh.kernels.sums import checksum
+from zeromesh.base.kernels.sums import checksum
+from zeromesh.engine.engine import Engine
 
 
 @dataclass(frozen=True)

@@ -12,20 +12,20 @@ from typing import Any
 import keras
 import torch
 
+from zeromesh.base.keras_layers import expose_layers, layers_of
+from zeromesh.base.placement import Placement
 from zeromesh.build import initialize
 from zeromesh.checkpoint.random_state import share_random_state
 from zeromesh.comm.agreement import agree_run
 from zeromesh.config.settings import Settings
-from zeromesh.engine import Engine
+from zeromesh.engine.engine import Engine
 from zeromesh.keras.checks import check_model
 from zeromesh.keras.data import BatchRows, loader_of
-from zeromesh.keras.optimizer import KerasOptimizer, without_scaling
+from zeromesh.keras.keras_optimizer import KerasOptimizer, without_scaling
+from zeromesh.keras.keras_run import DistributedRun, kept
 from zeromesh.keras.probe import Probe, copied, loss_function
-from zeromesh.keras.run import DistributedRun, kept
 from zeromesh.keras.statistics import JointBatch, JointMoments
-from zeromesh.model.keras_layers import expose_layers, layers_of
-from zeromesh.model.placement import Placement
-from zeromesh.shard.guard import change_class
+from zeromesh.shard.parameters.absent_guard import change_class
 from zeromesh.zero import GatheredParameters
 
 

@@ -11,9 +11,9 @@ import keras
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zeromesh.base.keras_layers import global_seed, seeds_of
 from zeromesh.keras.data import rows_in
-from zeromesh.keras.run import DistributedRun, kept
-from zeromesh.model.keras_layers import global_seed, seeds_of
+from zeromesh.keras.keras_run import DistributedRun, kept
 
 _MOST_ROWS = 16
 

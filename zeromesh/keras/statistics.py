@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from zeromesh.comm.collectives import Group
-from zeromesh.joint_batch import gather_with_gradient
+from zeromesh.engine.joint_batch import gather_with_gradient
 
 
 class JointBatch:

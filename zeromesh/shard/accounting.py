@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zeromesh.model.placement import Tier
-from zeromesh.model.quantized import layers, states
+from zeromesh.base.placement import Tier
+from zeromesh.base.quantized_layers import layers, states
 from zeromesh.shard.sharded import ShardedModel
 
 

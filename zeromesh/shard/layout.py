@@ -8,8 +8,8 @@ from functools import cached_property
 
 import torch
 
-from zeromesh.model.dtypes import SIXTEEN_BIT
-from zeromesh.model.split import Held, HeldBox
+from zeromesh.base.dtypes import SIXTEEN_BIT
+from zeromesh.base.split import Held, HeldBox
 
 ALIGNMENT = 64  # bytes. The widest vector registers and a cache line; CUDA's matrix kernels need 16.
 

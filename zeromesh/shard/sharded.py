@@ -12,38 +12,38 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeromesh.base.dtypes import dtypes
+from zeromesh.base.piece import Piece
+from zeromesh.base.placement import Placement, Tier
+from zeromesh.base.quantized_layers import stored
+from zeromesh.base.spans import span
 from zeromesh.comm.mesh import Mesh
-from zeromesh.model.dtypes import dtypes
-from zeromesh.model.piece import Piece
-from zeromesh.model.placement import Placement, Tier
-from zeromesh.model.quantized import stored
-from zeromesh.observe.spans import span
-from zeromesh.shard.accumulation import Accumulation
-from zeromesh.shard.budget import MemoryBudget, Prepare
-from zeromesh.shard.buffers import ModelBuffers
-from zeromesh.shard.early import EarlyUpdates, HostUpdate, can_begin_early
-from zeromesh.shard.events import Events
-from zeromesh.shard.exchange import join
-from zeromesh.shard.flat import Flat, Materialise
-from zeromesh.shard.gradient import GradientArrival, GradientPolicy
-from zeromesh.shard.grads import Grads
-from zeromesh.shard.guard import Guard, Presence, gathered_class, unloaded_class
-from zeromesh.shard.host_update import HostUpdates, pieces_on_host
+from zeromesh.shard.gradients.accumulation import Accumulation
+from zeromesh.shard.gradients.gradient import GradientArrival, GradientPolicy
+from zeromesh.shard.gradients.gradient_sums import squared_norm
+from zeromesh.shard.gradients.grads import Grads
+from zeromesh.shard.gradients.reducer import Reducer, late_of
 from zeromesh.shard.layout import Layout
-from zeromesh.shard.narrow import share_scales
-from zeromesh.shard.one_sided import OneSided
-from zeromesh.shard.order import Order
-from zeromesh.shard.place import ModelPart, Sharding, lay_out, make_units
-from zeromesh.shard.reducer import Reducer, late_of
-from zeromesh.shard.residency import Residency
-from zeromesh.shard.slots import Pool, largest
-from zeromesh.shard.store import Tiers
-from zeromesh.shard.sums import squared_norm
-from zeromesh.shard.table.table import Table
-from zeromesh.shard.table.tables import Tables
-from zeromesh.shard.unit import State, Unit
-from zeromesh.shard.window import StateWindow
-from zeromesh.tiers.link import Link
+from zeromesh.shard.parameters.absent_guard import Guard, Presence, gathered_class, unloaded_class
+from zeromesh.shard.parameters.events import Events
+from zeromesh.shard.parameters.flat import Flat, Materialise
+from zeromesh.shard.parameters.flat_exchange import join
+from zeromesh.shard.parameters.model_buffers import ModelBuffers
+from zeromesh.shard.parameters.narrow import share_scales
+from zeromesh.shard.parameters.one_sided import OneSided
+from zeromesh.shard.parameters.residency import Residency
+from zeromesh.shard.parameters.slots import Pool, largest
+from zeromesh.shard.parameters.unit import State, Unit
+from zeromesh.shard.parameters.use_order import Order
+from zeromesh.shard.place_units import ModelPart, Sharding, lay_out, make_units
+from zeromesh.shard.store.budget import MemoryBudget, Prepare
+from zeromesh.shard.store.early import EarlyUpdates, HostUpdate, can_begin_early
+from zeromesh.shard.store.host_update import HostUpdates, pieces_on_host
+from zeromesh.shard.store.link import Link
+from zeromesh.shard.store.tiers import Tiers
+from zeromesh.shard.store.window import StateWindow
+from zeromesh.shard.tables.table import Table
+from zeromesh.shard.tables.tables import Tables
 
 # Function of a flat buffer, a range of this rank's part and the piece there; returns a tensor of the piece's size.
 Pick = Callable[[Flat, slice, Piece], torch.Tensor | None]

@@ -8,11 +8,11 @@ from itertools import islice
 from math import ceil
 from typing import NamedTuple
 
-from zeromesh.comm.sums import SumPlace
-from zeromesh.model.placement import ROWS, Placement, PlacementRow, Tier, offloaded_units
-from zeromesh.shard.gradient_pools import PoolRules, bytes_of, full_gradient, gradient_pools, largest
+from zeromesh.base.placement import ROWS, Placement, PlacementRow, Tier, offloaded_units
+from zeromesh.comm.ordered_sums import SumPlace
+from zeromesh.shard.gradients.gradient_pools import PoolRules, bytes_of, full_gradient, gradient_pools, largest
 from zeromesh.shard.layout import padded, round_up
-from zeromesh.tiers import swap_file
+from zeromesh.shard.store import swap_file
 
 # Elements of a flat buffer whose master and states are read from a file, updated and written at a time; see the log,
 # "updates on NVMe in windows".

@@ -107,7 +107,7 @@ def agree_on_a_master() -> None:
 
 
 def come_too_late() -> None:
-    from zeromesh.comm.mpi.messages import runtime
+    from zeromesh.comm.mpi.mpi_messages import runtime
 
     world = groups()[0]
     if world.rank == 0:
@@ -141,7 +141,7 @@ def send_too_little() -> None:  # what MPI itself takes for right: a message tha
 
 def ask_by_two_threads() -> None:
     """Which ranks have ended: the message of one that has is taken by one of the threads, and the other goes on."""
-    from zeromesh.comm.mpi.messages import LEFT, runtime
+    from zeromesh.comm.mpi.mpi_messages import LEFT, runtime
 
     notes, rank = runtime.notes, dist.get_rank()
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zeromesh.checkpoint.formats.form import Contents, StoredRange, group_options
-from zeromesh.checkpoint.formats.lightning import IsTrained, add_numbered, shared_names
+from zeromesh.checkpoint.formats.lightning_checkpoints import IsTrained, add_numbered, shared_names
 from zeromesh.checkpoint.formats.pickles import Inert, read_tensors
 
 MODEL, OPTIMIZER = "model_states.pt", "optim_states.pt"

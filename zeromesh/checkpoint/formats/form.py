@@ -15,11 +15,11 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, TypeAdapter
 
+from zeromesh.base.buffer_memory import is_extra
+from zeromesh.base.files import Count, Form, record_type
 from zeromesh.checkpoint.boxes import Box, runs
 from zeromesh.checkpoint.manifest import ANOTHER, are_all, as_written, require_form
 from zeromesh.checkpoint.packing import pack
-from zeromesh.model.buffers import is_extra
-from zeromesh.model.files import Count, Form, record_type
 
 # Options that say how an update is computed, and not which: each library chooses its own.
 _IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})

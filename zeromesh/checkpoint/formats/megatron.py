@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from zeromesh.checkpoint.formats.distributed import entries
 from zeromesh.checkpoint.formats.form import Contents, StoredRange, group_options
 from zeromesh.checkpoint.formats.pickles import read_tensors
+from zeromesh.checkpoint.formats.torch_distributed import entries
 
 COMMON = "common.pt"
 

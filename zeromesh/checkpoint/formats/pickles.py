@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from zeromesh.model.files import UnreadableFile, open_regular
+from zeromesh.base.files import UnreadableFile, open_regular
 
 REFUSED = (
     "nothing of it was run. Convert only files whose writer you trust: there, load it with that library, and save it "

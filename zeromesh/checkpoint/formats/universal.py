@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeromesh.base.files import inside
 from zeromesh.checkpoint.formats.deepspeed import MODEL, add_frozen, by_rank, loss_scale, rank_range, read_model_states
-from zeromesh.checkpoint.formats.distributed import named_groups
 from zeromesh.checkpoint.formats.form import Contents, StoredRange, group_options, plain_number, tensors, whole
 from zeromesh.checkpoint.formats.pickles import read_tensors
+from zeromesh.checkpoint.formats.torch_distributed import named_groups
 from zeromesh.checkpoint.packing import pack
-from zeromesh.model.files import inside
 
 _VERSION = {"ds_version": "0.19.8"}  # whose layout is written
 

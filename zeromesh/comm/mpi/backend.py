@@ -53,7 +53,7 @@ def carry(timeout: timedelta | None = None) -> None:
     is torch's default, 30 minutes. Raise RuntimeError if MPI takes calls from the main thread only.
     """
     _start()
-    from zeromesh.comm.mpi.messages import runtime
+    from zeromesh.comm.mpi.mpi_messages import runtime
 
     runtime.timeout = (timeout or dist.default_pg_timeout).total_seconds()
     _carried[dist.group.WORLD] = WeakKeyDictionary()
@@ -66,7 +66,7 @@ def carries() -> bool:
 
 def group_of(group: Any) -> Any:
     """Return the ``MpiGroup`` of a process group of torch. The first call for a group is collective."""
-    from zeromesh.comm.mpi.messages import MpiGroup
+    from zeromesh.comm.mpi.mpi_messages import MpiGroup
 
     groups = _carried[dist.group.WORLD]
     if group not in groups:
@@ -88,7 +88,7 @@ def hosts() -> list[str]:
 def _gathered(value: Any) -> list[Any]:
     """Return every rank's value, which JSON holds, by rank. Collective."""
     # Methods of mpi4py in lower case unpickle what other ranks send.
-    from zeromesh.comm.mpi.messages import runtime
+    from zeromesh.comm.mpi.mpi_messages import runtime
 
     data, comm = json.dumps(value).encode(), runtime.notes
     lengths = array("q", bytes(8 * comm.Get_size()))
@@ -144,7 +144,7 @@ def _load() -> Any:
 def _start() -> Any:
     """Start MPI, with the thread that drives it, unless it is; return mpi4py's module."""
     mpi = _load()
-    from zeromesh.comm.mpi.messages import runtime
+    from zeromesh.comm.mpi.mpi_messages import runtime
 
     if runtime.notes == mpi.COMM_NULL:
         atexit.register(_leave, runtime.start())
@@ -168,7 +168,7 @@ def await_readers(streams: Sequence[int] = (1, 2)) -> None:
 
 def _leave(ours: bool) -> None:
     """End the other ranks after an exception, else tell them, and end MPI. Runs as the process ends."""
-    from zeromesh.comm.mpi.messages import runtime
+    from zeromesh.comm.mpi.mpi_messages import runtime
 
     mpi = _load()
     if mpi.Is_finalized():

@@ -1,0 +1,176 @@
+"""Layouts that the planner chooses at the start, for keys of the configuration that are "auto"."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.utils.data import default_collate
+
+from zeromesh.base.placement import PlacementRow, Tier
+from zeromesh.comm.agreement import agree_run, texts
+from zeromesh.comm.collectives import Group
+from zeromesh.comm.environment import Environment
+from zeromesh.config.batch_sizes import MICRO
+from zeromesh.config.planned_keys import MESH, OFFLOAD, STAGE, lines_of_overrides, overrides_of
+from zeromesh.config.planned_keys import asked_of_planner as asked_of_planner
+from zeromesh.engine.initialize.step_results import Arguments
+
+if TYPE_CHECKING:
+    from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
+    from zeromesh.apps.plan.choose.space import ModelLimits
+    from zeromesh.config.settings import Resolved, Settings
+
+# Returns keyword arguments of a model's forward for a few samples, and the loss of its output, if it has none.
+Example = Callable[[], tuple[nn.Module, Mapping[str, Any], Callable[[Any], Any] | None]]
+
+_log = logging.getLogger("zeromesh")
+
+
+def repeated(settings: Settings, asked: frozenset[str], before: Resolved, ranks: int) -> Settings | None:
+    """Return the settings with what an earlier run had; None if it had another number of ranks."""
+    from zeromesh.apps.plan.choose.layout_documents import document_for, layout_from
+
+    if prod(before.mesh.model_dump().values()) != ranks:
+        return None
+    overrides = overrides_of(document_for(*layout_from(before, ranks)), asked)
+    _log.info('what is "auto" is as it was in the run:%s', lines_of_overrides(overrides))
+    return type(settings).load(settings, overrides)
+
+
+def choose_layout(chosen: Arguments, settings: Settings, world: Group, environment: Environment) -> Settings:
+    """Return the settings with what is "auto" filled in by the planner, from the first samples. Collective.
+
+    Raises:
+        ValueError: the machine's file is wrong, or the batch does not fit the ranks.
+    """
+    example = partial(_example, chosen)
+    # A user's own loader may give each rank other samples, which ranks that share layers must not have.
+    own_batches = chosen.data is not None
+    return filled_in(settings, asked_of_planner(chosen.config), example, environment, world, own_batches)
+
+
+def filled_in(
+    settings: Settings, asked: frozenset[str], example: Example, environment: Environment, world: Group | None,
+    own_batches: bool = True,
+) -> Settings:  # fmt: skip
+    """Return the settings with what is asked filled in by the planner, from an example; raise as ``choose_layout``.
+
+    Without ``world`` this process will start the ranks. Only with ``own_batches`` may ranks share layers.
+    """
+    if not asked:
+        return settings
+
+    def plan() -> list[str]:
+        # One rank plans for all: what it measures of the machine may differ from rank to rank.
+        return _plan(example, settings, asked, environment, own_batches) if environment.rank == 0 else []
+
+    local_overrides = plan() if world is None else agree_run(world, "plan its layout", plan)
+    overrides = local_overrides if world is None else json.loads(texts(world, json.dumps(local_overrides))[0])
+    return type(settings).load(settings, overrides)
+
+
+def _plan(
+    example: Example, settings: Settings, asked: frozenset[str], environment: Environment, own_batches: bool
+) -> list[str]:
+    # Imported here: only runs that ask for a plan pay for the planner.
+    from zeromesh.apps.plan.choose.answer import layout_text, reason_of
+    from zeromesh.apps.plan.choose.layout_documents import document_for, layout_from
+    from zeromesh.apps.plan.choose.search import search
+    from zeromesh.apps.plan.choose.space import ModelLimits, PlanRequest
+    from zeromesh.apps.plan.machine.here import cost_here, machine_here
+
+    stated_layout, precision = layout_from(settings, environment.world_size)
+    model, inputs, loss = example()
+    limits = _limits(model, settings) if own_batches else ModelLimits()
+    source, sequence = cost_here(model, inputs, loss, settings)
+    ranks = environment.local_world_size
+    machine = machine_here(ranks, environment.world_size // ranks)
+    batch = settings.train_batch_size or stated_layout.samples
+    request = PlanRequest(
+        source, machine, batch, sequence, replace(limits, causal=False, positions=0), widths=stated_layout.widths,
+        tables=stated_layout.tables,
+        accepts=_accepts(asked, stated_layout),
+    )  # fmt: skip
+    result = search(request)
+    best = result.best
+    layout = best.layout if best is not None else result.nearest[0][0]
+    overrides = overrides_of(document_for(layout, precision), asked)
+    cost = source.at(layout.micro_batch, sequence)
+    doubt = "" if cost.exact else f"\nthe model could not be traced, so that this is rough: {cost.note}"
+    if best is None:
+        _log.warning(
+            "the planner finds no layout that fits on %s, and takes the one that lacks least:%s%s",
+            machine.name, lines_of_overrides(overrides), doubt,
+        )  # fmt: skip
+    else:
+        _log.info(
+            'the planner has filled in what is "auto", for %s: %s; %s%s%s', machine.name, layout_text(layout),
+            reason_of(best), lines_of_overrides(overrides), doubt,
+        )  # fmt: skip
+    return overrides
+
+
+def _limits(model: nn.Module, settings: Settings) -> ModelLimits:
+    """Return the numbers that tensor ranks must divide; zeros, which allow one, of a model that does not state them."""
+    from zeromesh.apps.plan.cost.models import limits_of_decoder
+    from zeromesh.apps.plan.cost.source import limits_of_configuration
+
+    if settings.model is not None:
+        return limits_of_decoder(settings.model)
+    return limits_of_configuration(getattr(model, "config", None))
+
+
+def _accepts(asked: frozenset[str], stated_layout: ParallelLayout) -> Callable[[ParallelLayout], bool]:
+    """Return a function that tells whether a layout leaves as it is what the configuration states."""
+    free = {"data", "replicate", "tensor", "sequence"} if MESH in asked else set()
+    free |= {"micro_batch", "accumulation"} if asked & {MESH, MICRO} else set()
+    # Never stages or spread sequences: a loop that calls the engine itself would have to be written for them.
+    names = [
+        field.name
+        for field in fields(stated_layout)
+        if field.name not in {*free, "row", "schedule", "chunks", "costs", "widths"}
+    ]
+
+    def accepts(layout: ParallelLayout) -> bool:
+        row, stated_row = layout.row, stated_layout.row
+        if OFFLOAD in asked:
+            # A file's folder is for the user to name.
+            rests = Tier.NVME not in (row.parameter_tier, row.optimizer_tier)
+        else:
+            rests = _tiers(row) == _tiers(stated_row)
+        # A group of one rank has nothing to shard, whatever the stage is.
+        alike = STAGE in asked or layout.stage == stated_layout.stage or layout.data * layout.context == 1
+        return rests and alike and all(getattr(layout, name) == getattr(stated_layout, name) for name in names)
+
+    return accepts
+
+
+def _tiers(row: PlacementRow) -> tuple[Any, ...]:
+    return row.parameter_tier, row.optimizer_tier, row.offloaded, row.split
+
+
+def _example(chosen: Arguments) -> tuple[nn.Module, Mapping[str, Any], Callable[[Any], Any] | None]:
+    """Return the model, arguments of its forward for two samples, and the loss of its output, if it has none."""
+    model, data = chosen.model, chosen.data
+    if data is None:
+        dummy = getattr(model, "dummy_inputs", None)  # of models of transformers
+        return model, dict(dummy) if isinstance(dummy, Mapping) else {}, None
+    samples = [data[0], data[1 % len(data)]]
+    batch = chosen.collate_fn(samples) if chosen.collate_fn is not None else default_collate(samples)
+    if isinstance(batch, Mapping):
+        return model, dict(batch), None
+    parts = list(batch) if isinstance(batch, tuple | list) else [batch]
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [name for name, parameter in inspect.signature(model.forward).parameters.items() if parameter.kind in kinds]
+    if chosen.loss_fn is not None and len(parts) == 2:
+        labels, loss_fn = parts[1], chosen.loss_fn
+        return model, {names[0]: parts[0]}, lambda output: loss_fn(output, labels)
+    return model, dict(zip(names, parts, strict=False)), None

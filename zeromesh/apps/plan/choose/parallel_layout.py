@@ -1,0 +1,57 @@
+"""One layout of a run: how ranks share a model, a sequence and a batch, and where states rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+
+from zeromesh.apps.plan.cost.cost import Recompute
+from zeromesh.base.placement import Placement
+from zeromesh.comm import mesh
+from zeromesh.comm.ordered_sums import SumPlace
+from zeromesh.parallel.pipeline.schedule.simulate import Costs
+from zeromesh.shard.sizes import Sharing, StateLayout, TableLayout
+
+# No layout has expert ranks yet.
+AXES = tuple(axis for axis in mesh.AXES if axis != "expert")
+
+
+@dataclass(frozen=True)
+class ParallelLayout(StateLayout):
+    """Sizes of all axes and choices of a run."""
+
+    data: int = 1  # ranks of a shard group
+    replicate: int = 1  # shard groups that replicate each other
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    micro_batch: int = 1
+    accumulation: int = 1  # micro-batches of an update
+    schedule: str = "1f1b"
+    chunks: int = 1  # stages of a pipeline rank
+    costs: Costs | None = None  # measured times by which the schedule orders its actions; None: all equal
+    recompute: Recompute = Recompute.NONE
+    activations_on_host: bool = False  # what blocks keep for their recomputation
+    sequence: bool = False  # sequence parallelism among the tensor ranks
+    tables: TableLayout = field(default_factory=TableLayout)
+    products: str = ""  # dtype of linear layers' products; "": that of the parameters
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def samples(self) -> int:
+        """Samples of an update."""
+        return self.micro_batch * self.accumulation * self.data * self.replicate
+
+    @property
+    def stage(self) -> int:
+        """The row's ZeRO number."""
+        row = self.row
+        return sum(state is Placement.SHARDED for state in (row.parameter, row.gradient, row.optimizer))
+
+    def sharing(self, sums: SumPlace = SumPlace.COLLECTIVE) -> Sharing:
+        """Return the ranks that share states; ``sums`` is where they sum gradients."""
+        return Sharing(self.data * self.context, self.replicate, self.accumulation > 1, sums)

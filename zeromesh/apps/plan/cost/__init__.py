@@ -1,0 +1,1 @@
+"""Cost of a model: operations, bytes and activations, traced without memory."""

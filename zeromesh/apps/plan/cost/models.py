@@ -1,0 +1,135 @@
+"""Shapes of transformers by name, by size, or by a list of sizes, where no model is at hand."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, replace
+from typing import Any
+
+from zeromesh.apps.plan.choose.space import ModelLimits
+from zeromesh.apps.plan.cost.shape import TransformerShape
+from zeromesh.base.words import nearest
+from zeromesh.config.train import ModelShape
+
+LLAMA = TransformerShape(1, 64, 1, 32000, gated=True, biases=False, tied=False, name="llama")
+GPT = TransformerShape(1, 64, 1, 50257, positions=1024, dropout=False, name="gpt")
+BERT = TransformerShape(1, 64, 1, 30522, positions=512, dropout=True, name="bert")
+FAMILIES = {"gpt": GPT, "llama": LLAMA, "bert": BERT}
+
+# Sizes from the config.json files of the models, and from their papers: Devlin et al., 2018 (BERT); Radford et al.,
+# 2019 (GPT-2); Brown et al., 2020 (GPT-3); Touvron et al., 2023 (Llama 2); Grattafiori et al., 2024 (Llama 3).
+_ROWS: dict[str, tuple[TransformerShape, dict[str, Any]]] = {
+    "bert-base": (BERT, {"layers": 12, "hidden": 768, "heads": 12}),
+    "bert-large": (BERT, {"layers": 24, "hidden": 1024, "heads": 16}),
+    "gpt2": (GPT, {"layers": 12, "hidden": 768, "heads": 12}),
+    "gpt2-medium": (GPT, {"layers": 24, "hidden": 1024, "heads": 16}),
+    "gpt2-large": (GPT, {"layers": 36, "hidden": 1280, "heads": 20}),
+    "gpt2-xl": (GPT, {"layers": 48, "hidden": 1600, "heads": 25}),
+    "gpt3-175b": (GPT, {"layers": 96, "hidden": 12288, "heads": 96, "positions": 2048}),
+    "llama-2-7b": (LLAMA, {"layers": 32, "hidden": 4096, "heads": 32, "width": 11008}),
+    "llama-2-13b": (LLAMA, {"layers": 40, "hidden": 5120, "heads": 40, "width": 13824}),
+    "llama-2-70b": (LLAMA, {"layers": 80, "hidden": 8192, "heads": 64, "width": 28672, "kv_heads": 8}),
+    "llama-3-8b": (
+        LLAMA, {"layers": 32, "hidden": 4096, "heads": 32, "width": 14336, "kv_heads": 8, "vocabulary": 128256},
+    ),
+    "llama-3-70b": (
+        LLAMA, {"layers": 80, "hidden": 8192, "heads": 64, "width": 28672, "kv_heads": 8, "vocabulary": 128256},
+    ),
+    "llama-3-405b": (
+        LLAMA, {"layers": 126, "hidden": 16384, "heads": 128, "width": 53248, "kv_heads": 8, "vocabulary": 128256},
+    ),
+    "mistral-7b": (LLAMA, {"layers": 32, "hidden": 4096, "heads": 32, "width": 14336, "kv_heads": 8}),
+}  # fmt: skip
+
+MODELS = {name: replace(base, name=name, **sizes) for name, (base, sizes) in _ROWS.items()}
+
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([mbt])", re.IGNORECASE)
+_SCALES = {"m": 1e6, "b": 1e9, "t": 1e12}
+_SIZES = tuple(f.name for f in fields(TransformerShape) if f.name not in ("name", "fused_attention", "dropout"))
+LARGEST = 1 << 24  # of a size of a layer
+
+
+def shape_named(text: str) -> TransformerShape | None:
+    """Return the shape of a name such as ``llama-3-8b``, ``7b`` or ``llama:layers=32,hidden=4096,heads=32``.
+
+    None stands for a text of none of these forms, such as a path.
+
+    Raises:
+        ValueError: sizes that are unknown, missing or impossible.
+    """
+    name = text.lower()
+    if name in MODELS:
+        return MODELS[name]
+    if match := SIZE.fullmatch(name):
+        return _of_size(float(match[1]) * _SCALES[match[2]], name)
+    family, colon, sizes = text.partition(":")
+    if not colon or "=" not in sizes:
+        return None
+    if family.lower() not in FAMILIES:
+        raise ValueError(f"{family!r} is no known kind of model; take one of {', '.join(FAMILIES)}")
+    return _listed(family.lower(), sizes, text)
+
+
+def limits_of(shape: TransformerShape) -> ModelLimits:
+    """Return the numbers that a mesh must divide."""
+    causal = not shape.name.startswith("bert")
+    return ModelLimits(shape.heads, shape.kv_heads or shape.heads, shape.mlp_width, causal, shape.positions)
+
+
+def limits_of_decoder(shape: ModelShape) -> ModelLimits:
+    """Return the numbers that a mesh must divide, from the configuration's own model."""
+    width = shape.mlp_size or 4 * shape.hidden_size
+    return ModelLimits(shape.heads, shape.kv_heads or shape.heads, width)
+
+
+def _of_size(parameters: float, name: str) -> TransformerShape:
+    """Return a decoder of about so many parameters, about 128 times as wide as it is deep, as published ones are."""
+    depth = (parameters / (12 * 128**2)) ** (1 / 3)
+    # Sizes that divide well: by heads of 128, and by stages.
+    step = 1024 if depth >= 24 else 128
+    hidden = max(step, round(depth * 128 / step) * step)
+    block_parameters = parameters - 2 * LLAMA.vocabulary * hidden
+    if block_parameters < 12 * hidden**2:
+        raise ValueError(
+            f"a model of {name} has no room for a block beside a vocabulary of {LLAMA.vocabulary}; list its sizes, as "
+            "in gpt:layers=4,hidden=256,heads=4,vocabulary=4096"
+        )
+    layers = block_parameters / (12 * hidden**2)
+    layers = round(layers / 8) * 8 if layers >= 16 else max(1, round(layers))
+    width = round(8 * hidden / 3 / 256) * 256
+    return replace(LLAMA, layers=layers, hidden=hidden, heads=max(1, hidden // 128), width=width, name=name)
+
+
+def _listed(family: str, sizes: str, text: str) -> TransformerShape:
+    values: dict[str, Any] = {}
+    for part in sizes.split(","):
+        key, _, value = part.strip().partition("=")
+        if key not in _SIZES:
+            close = nearest(key, _SIZES)
+            meant = f"did you mean {close}? " if close else ""
+            raise ValueError(f"{text!r}: {key!r} is no size; {meant}The sizes are {', '.join(_SIZES)}")
+        values[key] = _number(key, value, text)
+    missing = [key for key in ("layers", "hidden", "heads") if key not in values]
+    if missing:
+        raise ValueError(
+            f"{text!r} lacks {' and '.join(missing)}; add them, as in {family}:layers=32,hidden=4096,heads=32"
+        )
+    base = FAMILIES[family]
+    width = round(8 * values["hidden"] / 3 / 256) * 256 or 256
+    values = ({"width": width} if base.gated else {}) | values
+    flags = {key: bool(values[key]) for key in ("gated", "biases", "tied") if key in values}
+    shape = replace(base, **(values | flags), name=f"{family}-{values['layers']}x{values['hidden']}")
+    if not shape.head_width and shape.hidden % shape.heads:
+        raise ValueError(
+            f"{text!r}: hidden = {shape.hidden} must be a multiple of heads = {shape.heads}, or give head_width"
+        )
+    if shape.kv_heads and shape.heads % shape.kv_heads:
+        raise ValueError(f"{text!r}: kv_heads = {shape.kv_heads} must divide heads = {shape.heads}")
+    return shape
+
+
+def _number(key: str, value: str, text: str) -> int:
+    least = 0 if key in ("positions", "gated", "biases", "tied", "width", "kv_heads", "head_width") else 1
+    if not value.isdecimal() or not least <= int(value) <= LARGEST:
+        raise ValueError(f"{text!r}: {key} is {value!r}; it must be a whole number from {least} to {LARGEST}")
+    return int(value)

@@ -1,0 +1,420 @@
+"""One forward and backward of a model on the meta device, and what they say of each of its units."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
+
+from zeromesh.apps.plan.cost.casts import autocast_of
+from zeromesh.apps.plan.cost.cost import ALL_TRAINED, NONE, Divided, Frozen, KernelWork, Recompute, TableCost, WorkKind
+from zeromesh.apps.plan.cost.cuts import cuts_of
+from zeromesh.apps.plan.cost.live import TensorShare, TracedProduct, TracedStorage, TraceRecorder, divide
+from zeromesh.apps.plan.cost.meta_kernels import kernels_of
+from zeromesh.apps.plan.cost.meta_values import give, invented, literals
+from zeromesh.apps.plan.cost.packed import Packing, frozen_of, packed_weights
+from zeromesh.apps.plan.cost.traced_tables import TracedTables
+from zeromesh.base.operation_counts import losses_of
+from zeromesh.parallel.follow.imitation import on_meta
+from zeromesh.shard.find_units import CONTAINERS, assign, find_units
+
+Inputs = Mapping[str, Any]
+Loss = Callable[[Any], Tensor]
+
+PHASES = ("forward", "input", "weight")
+# Tensor ranks with which peaks are compared: those of a node. Between them, the bound that holds for both holds, too.
+MOST_TENSOR = 8
+
+
+class TraceError(RuntimeError):
+    """A model whose forward or backward does not run on the meta device; the text says where it stops."""
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """Choices that decide what a model saves."""
+
+    dtype: torch.dtype | None = None  # of parameters and floating-point inputs; None leaves them as they are
+    autocast: torch.dtype | None = None  # of ``torch.autocast`` around the forward
+    kernels: str = "cuda"  # device whose kernels are used: "cuda" or "cpu"
+    packing: Packing | None = None  # of the frozen weights of linear layers
+    tables: tuple[str, ...] | None = None  # patterns of names of tables; None: embeddings with sparse=True
+
+
+@dataclass
+class TracedUnit:
+    """One unit's amounts, before batches are combined."""
+
+    name: str
+    block: bool
+    parameters: Divided = NONE
+    resident: Divided = NONE
+    frozen: Frozen = ALL_TRAINED
+    saved: dict[Recompute, Divided] = field(default_factory=dict)
+    output: Divided = NONE
+    joins: float = 0.0
+    works: dict[str, list[KernelWork]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
+    # Bytes at every moment, beyond what this unit and those before it save.
+    forward: list[Divided] = field(default_factory=list)
+    backward: list[Divided] = field(default_factory=list)
+    gradients: list[Divided] = field(default_factory=list)  # of parameters, at the moments of ``backward``
+    begun: int | None = None  # number of those moments before the first gradient was accumulated
+    tensors: int = 0  # parameters with gradients that are not the root's
+    tables: list[TableCost] = field(default_factory=list)
+
+    def add_parameters(self, amount: Divided, root: bool) -> None:
+        """Add elements with gradients; those of the root stay in memory."""
+        self.parameters = self.parameters.plus(amount)
+        self.resident = self.resident.plus(amount) if root else self.resident
+        self.tensors += not root
+
+    def add_frozen(self, frozen: Frozen) -> None:
+        """Add elements without gradients; each product reads quantized ones, and writes them in full."""
+        self.frozen = self.frozen.plus(frozen)
+        if frozen.packed:
+            moved = frozen.sharded.plus(Divided(whole=frozen.whole + frozen.packed))
+            work = KernelWork(WorkKind.ELEMENTWISE, Divided(whole=frozen.elements), moved)
+            self.works["forward"].append(work)
+            self.works["input"].append(work)
+
+    def accumulate(self) -> None:
+        """Note that a gradient was accumulated after the moments of the backward so far."""
+        self.begun = len(self.backward) if self.begun is None else self.begun
+
+    def add_joins(self, size: float) -> None:
+        """Add bytes that tensor ranks sum."""
+        self.joins += size
+
+
+class TracedModel(NamedTuple):
+    """A model's units in the order of its forward."""
+
+    units: list[TracedUnit]
+    balanced: bool  # experts were taken to get equal numbers of tokens
+
+
+def trace(
+    model: nn.Module, inputs: Inputs, options: TraceOptions | None = None, loss: Loss | None = None
+) -> TracedModel:
+    """Return what a forward and a backward say of a model's units; the model stays as it is.
+
+    Args:
+        model: its parameters may be on any device, meta included.
+        inputs: keyword arguments of the forward; only shapes and dtypes of tensors matter.
+        options: dtypes and kernels.
+        loss: computes the loss from the output; by default it is the output's ``loss``, or all of its tensors get
+            gradients.
+
+    Raises:
+        TraceError: an operator needs values, or fails.
+    """
+    run = _Trace(model, options or TraceOptions(), loss)
+    return TracedModel(run.run(inputs), run.recorder.values.balanced)
+
+
+class _Trace:
+    def __init__(self, model: nn.Module, options: TraceOptions, loss: Loss | None) -> None:
+        self.model, self.options, self.loss = model, options, loss
+        self.tables = TracedTables(model, options.tables)
+        self.names = [name for name, _ in find_units(model) if name not in self.tables.modules]
+        modules = dict(model.named_modules())
+        self.modules = [modules[name] for name in self.names]
+        self.blocks = [is_block(name, modules) for name in self.names]
+        self.owned = assign(model, self.names)
+        dtype = options.dtype
+        self.state = {
+            name: on_meta(tensor, dtype if isinstance(tensor, nn.Parameter) else None)
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        }
+        for name, buffer in model.named_buffers():
+            give(self.state[name], None if buffer.is_meta else buffer)
+        named = dict(model.named_parameters())
+        self.of = {id(parameter): self.state[name] for name, parameter in named.items()}  # the meta parameters
+        parameters = [self.state[name] for name in named]
+        self.cuts = {id(self.state[name]): cut for name, cut in cuts_of(model).items()}
+        buffers = [tensor for name, tensor in self.state.items() if name not in named]
+        self.recorder = TraceRecorder(self.cuts, parameters, buffers)
+        self.slots = [-1]  # by number of the recorder's slot, the unit; -1 between units
+        self.places: list[int] = []  # by slot, the place of a unit in the cost
+        self.entered: dict[int, list[TracedStorage]] = {}  # by unit, the storages of arguments of its calls
+        self.handed: dict[int, Divided] = {}  # by unit, what it returns
+        self.order: list[int] = []  # units by their first call
+        self.used: dict[int, int] = {}  # by ``id`` of a meta parameter, the slot that read it first
+
+    def run(self, inputs: Inputs) -> list[TracedUnit]:
+        recorder, training = self.recorder, [m.training for m in self.model.modules()]
+        handles = [
+            handle
+            for unit, module in enumerate(self.modules)
+            for handle in (
+                module.register_forward_pre_hook(self._enter(unit), with_kwargs=True, prepend=True),
+                module.register_forward_hook(self._leave(unit), always_call=True),
+            )
+        ]
+        self.model.train()
+        values = {name: _meta_input(name, value, self.options.dtype) for name, value in inputs.items()}
+        input_storages = [recorder.find(tensor) for tensor in tree_leaves(values) if isinstance(tensor, Tensor)]
+        for tensor in {id(t): t for t in self.state.values()}.values():
+            if tensor.requires_grad:
+                tensor.register_post_accumulate_grad_hook(recorder.accumulated)
+        try:
+            looking = self.tables.looking(self.state, lambda: recorder.slot)
+            kernels = kernels_of(self.options.kernels)
+            with _collecting(), kernels, literals(), torch.enable_grad(), torch.device("meta"), looking:
+                # The model has the meta parameters in the backward, too, for what it computes again there.
+                state = {f"model.{name}": tensor for name, tensor in self.state.items()}
+                forwarded = functional_call(_Around(self.model), state, (partial(self._run, values, input_storages),))
+        except TraceError:
+            raise
+        except Exception as error:
+            raise TraceError(self._where(error)) from error
+        finally:
+            for handle in handles:
+                handle.remove()
+            for module, mode in zip(self.model.modules(), training, strict=True):
+                module.train(mode)
+        return self._units(*forwarded)
+
+    def _run(self, values: Inputs, input_storages: Sequence[TracedStorage]) -> tuple[list[TracedStorage], int]:
+        """Run both passes; return the storages that live between them, and the number of events until then."""
+        recorder, autocast = self.recorder, self.options.autocast
+        with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.saves, lambda tensor: tensor):
+            with autocast_of(self.options.kernels, autocast):
+                output = self.model(**values)
+                ends = [self.loss(output)] if self.loss is not None else list(losses_of(output))
+            del output
+            ends = [tensor for tensor in ends if tensor.requires_grad]
+            if not ends:
+                raise TraceError("no output of the model depends on a trained parameter")
+            alive = list(recorder.alive())
+            last = {id(recorder.find(tensor)) for tensor in ends} | {id(stored) for stored in input_storages}
+            for stored in alive:
+                if stored.saver < 0 and id(stored) not in last:
+                    stored.keep(stored.slot)  # by other means than autograd's, as an attribute of a context
+            count = len(recorder.events)
+            grads = [None if tensor.numel() == 1 else torch.empty_like(tensor) for tensor in ends]
+            torch.autograd.backward(ends, grads)
+            del ends, grads
+        return [stored for stored in alive if stored.saver >= 0], count
+
+    def _where(self, error: Exception) -> str:
+        unit = self.slots[self.recorder.slot]
+        name = type(self.model).__name__ if unit < 0 else self.names[unit]
+        text = (str(error) or type(error).__name__).strip().splitlines()[0]
+        return f"{name} does not run on the meta device, where tensors have no values: {text}"
+
+    # Hooks of units.
+
+    def _enter(self, unit: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if torch._C._current_graph_task_id() != -1:
+                return  # a recomputation of the model's own
+            recorder, block = self.recorder, self.blocks[unit]
+            if unit not in self.order:
+                self.order.append(unit)
+            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_meta]
+            entered = self.entered.setdefault(unit, [])
+            for tensor in tensors:
+                stored = recorder.find(tensor)
+                entered.append(stored)
+                if block and tensor.requires_grad:
+                    stored.change(TensorShare.TOKENS, only=TensorShare.WHOLE)
+            self._begin(unit)
+
+        return hook
+
+    def _leave(self, unit: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if torch._C._current_graph_task_id() != -1:
+                return
+            handed = NONE
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.is_meta and tensor.requires_grad:
+                    handed = handed.plus(divide(tensor.nbytes, self.recorder.find(tensor).share))
+            self.handed[unit] = handed
+            self._begin(-1)
+
+        return hook
+
+    def _begin(self, unit: int) -> None:
+        self.slots.append(unit)
+        self.recorder.begin(len(self.slots) - 1, unit >= 0 and self.blocks[unit])
+
+    # Amounts of units.
+
+    def _units(self, saved: Sequence[TracedStorage], forwards: int) -> list[TracedUnit]:
+        units = self._ordered()
+        for slot, size in self.recorder.sums.items():
+            units[self.places[slot]].add_joins(size)
+        for work in self.recorder.works:
+            units[self.places[work.slot]].works[work.phase].append(work.kernel)
+        self._add_parameters(units)
+        self._add_saved(units, saved)
+        self._add_peaks(units, saved, forwards)
+        return units
+
+    def _ordered(self) -> list[TracedUnit]:
+        """Return the units in order, and give each slot one; the root's belong to units beside them where they can."""
+        for unit in range(len(self.names)):
+            if unit not in self.order:  # never called: after the one that is registered before it
+                self.order.insert(self.order.index(unit - 1) + 1 if unit - 1 in self.order else 0, unit)
+        units = [TracedUnit(self.names[n], self.blocks[n], output=self.handed.get(n, NONE)) for n in self.order]
+        place = {unit: index for index, unit in enumerate(self.order)}
+        first = next((unit for unit in self.slots if unit >= 0), -1)
+        last = next((unit for unit in reversed(self.slots) if unit >= 0), -1)
+        name = type(self.model).__name__
+        shift, start, end = 0, 0, len(units) - 1
+        if first < 0 or self.blocks[first]:
+            handed = NONE
+            for stored in self.entered.get(first, ()):
+                handed = handed.plus(stored.divided()) if stored.share is not TensorShare.WHOLE else handed
+            units.insert(0, TracedUnit(f"before {self.names[first]}" if first >= 0 else name, False, output=handed))
+            shift, end = 1, end + 1
+        if last >= 0 and self.blocks[last]:
+            units.append(TracedUnit(f"after {self.names[last]}", False))
+            end += 1
+        seen: int | None = None
+        following = -1
+        nexts = []  # by slot, the next unit
+        for unit in reversed(self.slots):
+            following = unit if unit >= 0 else following
+            nexts.append(following)
+        for unit, following in zip(self.slots, reversed(nexts), strict=True):
+            if unit >= 0:
+                seen = place[unit] + shift
+                self.places.append(seen)
+            elif seen is None:
+                self.places.append(start)
+            elif following < 0:
+                self.places.append(end)
+            else:
+                # Between a block and a head, as a norm: the head's.
+                after = units[seen].block and not self.blocks[following]
+                self.places.append(place[following] + shift if after else seen)
+        return units
+
+    def _add_parameters(self, units: Sequence[TracedUnit]) -> None:
+        by_name = {unit.name: unit for unit in units}
+        packed = packed_weights(self.model) if self.options.packing is not None else set()
+        reads = self.recorder.first_reads
+        for first, table in self.tables.costs():
+            units[self.places[first]].tables.append(table)
+        for name, owned in self.owned.items():
+            for path, parameter in owned:
+                if path in self.tables.weights:
+                    continue
+                tensor = self.of[id(parameter)]
+                slot = reads.get(tensor.untyped_storage()._cdata)
+                # The root's belong to the unit that reads them first.
+                unit = by_name[name] if name else units[self.places[slot] if slot is not None else 0]
+                share = TensorShare.SPLIT if id(tensor) in self.cuts else TensorShare.WHOLE
+                if tensor.requires_grad:
+                    unit.add_parameters(divide(tensor.numel(), share), not name)
+                    continue
+                form = self.options.packing if id(parameter) in packed else None
+                unit.add_frozen(frozen_of(tensor, tensor.element_size(), divide(1, share), not name, form))
+
+    def _add_saved(self, units: Sequence[TracedUnit], saved: Sequence[TracedStorage]) -> None:
+        everything: dict[int, list[TracedStorage]] = {}
+        for stored in saved:
+            everything.setdefault(self.places[stored.saver], []).append(stored)
+        entered: dict[int, list[TracedStorage]] = {}
+        for unit, index in zip(self.slots, self.places, strict=True):
+            if unit >= 0:
+                entered[index] = self.entered[unit]
+        products: dict[int, list[TracedProduct]] = {}
+        for product in self.recorder.products:
+            products.setdefault(self.places[product.stored.slot], []).append(product)
+        seen: set[int] = set()
+        for index, traced_unit in enumerate(units):
+            storages = everything.get(index, [])
+            for stored in () if traced_unit.block else storages:
+                # Outside of the blocks, sequences are whole on each rank.
+                stored.change(TensorShare.WHOLE, only=TensorShare.TOKENS)
+            traced_unit.saved[Recompute.NONE] = _sum(storages)
+            traced_unit.saved[Recompute.SELECTIVE] = _sum([s for s in storages if not (traced_unit.block and s.scores)])
+            inputs = entered.get(index, []) if traced_unit.block else storages
+            new_inputs = [stored for stored in inputs if not stored.known and id(stored) not in seen]
+            new_inputs = list({id(stored): stored for stored in new_inputs}.values())
+            seen |= {id(stored) for stored in new_inputs}
+            traced_unit.saved[Recompute.BLOCKS] = _sum(new_inputs)
+            kept_products = [
+                product for product in products.get(index, []) if traced_unit.block and id(product.stored) not in seen
+            ]
+            traced_unit.saved[Recompute.PRODUCTS] = _sum([*new_inputs, *kept_products])
+
+    def _add_peaks(self, units: Sequence[TracedUnit], saved: Sequence[TracedStorage], forwards: int) -> None:
+        base, total = [], NONE
+        for unit in units:
+            total = total.plus(unit.saved[Recompute.NONE])
+            base.append(total.times(-1.0))
+        live, gradients = base[0].times(0.0), NONE
+        accumulated = deque(self.recorder.accumulations)
+        for number, event in enumerate(self.recorder.events):
+            while accumulated and accumulated[0][0] <= number:
+                units[self.places[accumulated.popleft()[1]]].accumulate()
+            amount = event.stored.divided()
+            amount = amount if event.sign > 0 else amount.times(-1.0)
+            if event.stored.gradient:
+                gradients = gradients.plus(amount)
+            else:
+                live = live.plus(amount)
+            index = self.places[event.slot]
+            unit, beyond = units[index], live.plus(base[index])
+            if number < forwards:
+                unit.forward.append(beyond)
+            else:
+                unit.backward.append(beyond)
+                unit.gradients.append(gradients)
+
+
+class _Around(nn.Module):
+    """Module that runs something while its model has other parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        return run()
+
+
+def _sum(stored: Sequence[TracedStorage | TracedProduct]) -> Divided:
+    total = NONE
+    for entry in stored:
+        total = total.plus(entry.divided())
+    return total
+
+
+def _meta_input(name: str, value: Any, dtype: torch.dtype | None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return give(on_meta(value, dtype), invented(value, name) if value.is_meta else value)
+
+
+@contextmanager
+def _collecting() -> Iterator[None]:
+    """Collect no garbage in between: tensors in cycles would be freed at moments that differ from run to run."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def is_block(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Return whether a unit is one of several of its class in one list."""
+    around = modules[name.rpartition(".")[0]]
+    kinds = Counter(type(child) for child in around.children())
+    return isinstance(around, CONTAINERS) and kinds[type(modules[name])] > 1

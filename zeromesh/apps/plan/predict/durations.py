@@ -1,0 +1,279 @@
+"""Seconds of a unit's kernels, joins and copies on one rank of a layout."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
+from zeromesh.apps.plan.cost.cost import KernelWork, ModelCost, Recompute, UnitCost, WorkKind
+from zeromesh.apps.plan.machine.cluster import Machine, Node
+from zeromesh.apps.plan.machine.collective_times import Fabric, Wire, fabric, wire
+from zeromesh.apps.plan.machine.rates import Habits, KernelSpeed, dtype_on
+from zeromesh.apps.plan.predict.table_bytes import gradient_messages, lookup_bytes, moved_by_update
+from zeromesh.base.placement import Placement, Tier, offloaded_units
+
+# Python's time for an operator, with the views beside it, in the contexts of selective recomputation; measured with
+# torch 2.13 on an AMD EPYC as 25 us for each of a decoder's 81 calls and a GPT-2's 37 in a block.
+CONTEXT_SECONDS = 4e-5
+
+
+class UnitTime(NamedTuple):
+    """Seconds of one unit; those of messages are of the whole unit's."""
+
+    name: str
+    block: bool
+    forward: float = 0.0
+    input: float = 0.0
+    weight: float = 0.0
+    again: float = 0.0  # recomputation
+    join: float = 0.0  # sums of the tensor ranks that are waited for in the forward
+    join_back: float = 0.0  # in the backward
+    join_again: float = 0.0  # in the recomputation
+    exchange: float = 0.0  # of keys and values that is waited for in the forward
+    exchange_back: float = 0.0
+    lookup: float = 0.0  # of rows of tables, from the ranks that have them, which the forward waits for
+    gather: float = 0.0  # of its parameters over the shard group
+    reduce: float = 0.0  # of its gradients
+    replicas: float = 0.0  # sum of its gradients over replicas
+    fetch: float = 0.0  # of its parameters' shard from the host
+    read: float = 0.0  # of its parameters' shard from the disk
+    update: float = 0.0  # on the device
+    host_update: float = 0.0
+    states_read: float = 0.0  # of its optimizer state from the disk
+    states_written: float = 0.0
+    gradient_out: float = 0.0  # copy of its gradients' shard to the host
+    host_add: float = 0.0  # addition of them to the sum over micro-batches on the host
+    parameter_in: float = 0.0  # copy of its updated parameters' shard to the device
+    saved_out: float = 0.0  # copy of its activations to the host; as long back
+
+    @property
+    def compute_forward(self) -> tuple[tuple[str, float], ...]:
+        """Parts of the forward by the resource that is busy."""
+        return (
+            ("compute", self.forward),
+            ("tensor links", self.join),
+            ("context links", self.exchange),
+            ("data links", self.lookup),
+        )
+
+    @property
+    def compute_backward(self) -> tuple[tuple[str, float], ...]:
+        """Parts of the backward, with its recomputation."""
+        return (
+            ("compute", self.again + self.input + self.weight),
+            ("tensor links", self.join_back + self.join_again),
+            ("context links", self.exchange_back),
+        )
+
+
+class Durations:
+    """Seconds of the units of a model under a layout on a machine."""
+
+    def __init__(self, layout: ParallelLayout, machine: Machine, habits: Habits) -> None:
+        self.layout, self.machine, self.habits = layout, machine, habits
+        # All ranks wait for the slowest, so the slowest kind of node counts.
+        nodes = [node for node, _ in machine.nodes]
+        self.node: Node = min(nodes, key=lambda node: node.device.flops[dtype_on(node.device, habits.dtype)])
+        self.speed = KernelSpeed(self.node.device, layout, habits)
+        self.tensor = fabric(layout, machine, "tensor")
+        self.context = fabric(layout, machine, "context")
+        self.shard = fabric(layout, machine, "data", "context").on_rails(habits.rails)
+        self.replicas = fabric(layout, machine, "replicate").on_rails(habits.rails)
+        self.pipeline = fabric(layout, machine, "pipeline")
+        self.host: Wire = wire(self.node.host, min(self.node.devices, layout.ranks))
+        self._known: dict[tuple[object, ...], UnitTime] = {}
+        row = layout.row
+        self.sharded = row.parameter is Placement.SHARDED
+        self.reduces_each = row.gradient is Placement.SHARDED and not habits.sums_once  # after each micro-batch
+        self.split = row.optimizer is Placement.SHARDED
+        # Messages of a processor take it as long as they take between ranks of a host; the rest is the link's.
+        self.serial = 0.0
+        if self.node.device.processor:
+            inside, between = self.shard.inside.bandwidth, self.shard.between.bandwidth
+            self.serial = min(1.0, between / inside) if self.shard.crosses else 1.0
+
+    def units(self, cost: ModelCost) -> list[UnitTime]:
+        """Return the seconds of all units, in the order of the forward."""
+        outside = sum(unit.parameters.on() for unit in cost.units if not unit.block)
+        sizes = [outside, *(unit.parameters.on() for unit in cost.units if unit.block)]
+        of_root, *of_blocks = offloaded_units(sizes, self.layout.row, self.layout.accumulation > 1)
+        blocks, times = iter(of_blocks), []
+        for unit in cost.units:
+            away = next(blocks) if unit.block else of_root
+            # Blocks of a stack share their tuples of kernels; one of them is computed.
+            amounts = unit.parameters, unit.frozen, unit.joins, unit.output, unit.tables
+            key = (id(unit.forward), id(unit.weight), *amounts, away)
+            if key not in self._known:
+                self._known[key] = self._unit(unit, away)
+            unit_time = self._known[key]
+            times.append(unit_time if unit_time.name == unit.name else unit_time._replace(name=unit.name))
+        return times
+
+    def _unit(self, unit: UnitCost, away: bool) -> UnitTime:
+        layout, device, speed = self.layout, self.node.device, self.speed
+        forward, back, weight = speed.total(unit.forward), speed.total(unit.input, True), speed.total(unit.weight)
+        again, joins_again = self._again(unit, forward)
+        join = self._join(unit)
+        attention = 0.0
+        if not self.serial:  # exchanges go on beside it
+            attention = speed.total(work for work in unit.forward if work.kind is WorkKind.ATTENTION)
+        exchange = self._exchange(unit)
+        states = self._states(unit, away) | {"saved_out": self._saved_out(unit)}
+        for name, seconds in self._tables(unit).items():
+            states[name] = states.get(name, 0.0) + seconds
+        # A weight's gradient is read and added to the sum over micro-batches.
+        widths = layout.widths
+        moved = unit.parameters.on(layout.tensor) * (widths.parameter + 2 * widths.gradient)
+        weight += device.streaming_seconds(moved)
+        # Hidden sums take the time of the computation that they lie beside, if there is so much of it.
+        visible = max(join * (1 - self.habits.joins_hidden), join - forward)
+        hidden = self.habits.joins_hidden_back * (0.5 if layout.sequence else 1.0)
+        visible_back = max(join * (1 - hidden), join - weight)
+        return UnitTime(
+            unit.name, unit.block, forward, back, weight, again, visible, visible_back, visible * joins_again,
+            max(0.0, exchange - attention), max(0.0, 2 * exchange - 2 * attention), **states,
+        )  # fmt: skip
+
+    def _again(self, unit: UnitCost, forward: float) -> tuple[float, float]:
+        """Return the seconds of recomputation, and how often the sums of tensor ranks are made again."""
+        layout = self.layout
+        if not unit.block or layout.recompute is Recompute.NONE:
+            return 0.0, 0.0
+        if layout.recompute is Recompute.BLOCKS:
+            return forward, 1.0
+        if layout.recompute is Recompute.PRODUCTS:
+            seconds = self.speed.total(work for work in unit.forward if not _is_kept(work))
+            # A processor computes nothing while torch's contexts run, in the forward and again.
+            calls = sum(work.count for work in unit.forward) if self.node.device.processor else 0
+            return seconds + 2 * CONTEXT_SECONDS * calls, 1.0
+        # A fused kernel computes scores again in any case: that is in the time of its backward.
+        scores = [work for work in unit.forward if work.kind is WorkKind.ATTENTION]
+        if not any(work.shape for work in scores):
+            scores = []
+        return self.speed.total(scores) + self.habits.selective * forward, 0.0
+
+    def _join(self, unit: UnitCost) -> float:
+        if self.layout.tensor == 1 or not unit.joins:
+            return 0.0
+        messages = 2 if unit.block else 1
+        size = unit.joins / messages
+        if self.layout.sequence:
+            return messages * (self.tensor.reduce_scatter(size) + self.tensor.all_gather(size))
+        return messages * self.tensor.all_reduce(size)
+
+    def _exchange(self, unit: UnitCost) -> float:
+        """Return the seconds of keys and values that go round the context ranks in a forward."""
+        if self.layout.context == 1 or not unit.block:
+            return 0.0
+        # A trace does not say the keys' and values' bytes: without grouped heads they are twice the output's.
+        size = unit.exchanged.on(self.layout.tensor) or 2 * unit.output.on(self.layout.tensor, True)
+        return (self.layout.context - 1) * self.context.send(size)
+
+    def _states(self, unit: UnitCost, away: bool) -> dict[str, float]:
+        """Return the seconds of messages, copies and updates of the unit's states."""
+        layout, row, widths, node = self.layout, self.layout.row, self.layout.widths, self.node
+        elements = unit.parameters.on(layout.tensor)
+        ranks = self.shard.size if self.split else 1
+        local_elements, frozen = elements / ranks, unit.frozen.sharded.on(layout.tensor)
+        seconds: dict[str, float] = {}
+        gathered = elements * (widths.gathered or widths.parameter) + (frozen if self.sharded else 0.0)
+        seconds["gather"] = self.shard.all_gather(gathered) if self.split else 0.0
+        wires = elements * widths.wire
+        seconds["reduce"] = self.shard.reduce_scatter(wires) if self.split else self.shard.all_reduce(wires)
+        if node.device.processor:
+            seconds["reduce"] += self._sums(elements)
+        seconds["replicas"] = self.replicas.all_reduce(local_elements * widths.wire)
+        sharing = min(node.devices, layout.ranks)
+        if self.sharded and row.parameter_tier is not Tier.DEVICE:
+            size = (away * elements * widths.parameter + frozen) / self.shard.size
+            seconds["fetch"] = self._copy(size)
+            if row.parameter_tier is Tier.NVME:
+                seconds["read"] = _disk(node.disk_read, size * sharing, node.name)
+        state = widths.states + widths.master
+        if not (away and row.optimizer_tier is not Tier.DEVICE):
+            # The update reads the gradient and reads and writes the master and the states; it writes the parameter.
+            seconds["update"] = node.device.streaming_seconds(
+                local_elements * (widths.gradient + 2 * state + widths.parameter)
+            )
+            return seconds
+        # The fused kernel on the host reads a gradient as it was sent, and writes a parameter: 28 bytes for Adam.
+        moved = local_elements * (widths.wire + 2 * state + widths.parameter)
+        seconds["host_update"] = moved * sharing / node.host_bandwidth
+        seconds["gradient_out"] = self._copy(local_elements * widths.wire)
+        if layout.accumulation > 1 and self.reduces_each and not node.device.processor:
+            seconds["host_add"] = local_elements * (widths.wire + 2 * widths.gradient) * sharing / node.host_bandwidth
+        if row.parameter_tier is Tier.DEVICE:
+            seconds["parameter_in"] = self._copy(local_elements * widths.parameter)
+        if row.optimizer_tier is Tier.NVME:
+            seconds["states_read"] = _disk(node.disk_read, local_elements * state * sharing, node.name)
+            seconds["states_written"] = _disk(
+                node.disk_write or node.disk_read, local_elements * state * sharing, node.name
+            )
+        return seconds
+
+    def _tables(self, unit: UnitCost) -> dict[str, float]:
+        """Return the seconds of a unit's tables: of lookups, of gradients at the end of a step, and of the update."""
+        layout, seconds = self.layout, {"lookup": 0.0, "replicas": 0.0, "update": 0.0}
+        away = 1 - 1 / self.shard.size  # messages to all others take the time of a gather of as much
+        for table in unit.tables:
+            looked, summed = lookup_bytes(table, layout), gradient_messages(table, layout)
+            if away:
+                seconds["lookup"] += self.shard.all_gather(looked.indices / away) + self.shard.all_gather(
+                    looked.rows / away
+                )
+                seconds["replicas"] += self.shard.all_gather((summed.indices + summed.gradients) / away)
+            if summed.copies:
+                seconds["replicas"] += self.replicas.all_gather(
+                    summed.copies * layout.replicate / (layout.replicate - 1)
+                )
+            moved = moved_by_update(table, layout)
+            if layout.tables.tier is Tier.DEVICE:
+                seconds["update"] += self.node.device.streaming_seconds(moved)
+            else:
+                seconds["update"] += moved * min(self.node.devices, layout.ranks) / self.node.host_bandwidth
+        return seconds
+
+    def _sums(self, trained: float) -> float:
+        """Return the seconds in which a processor adds other ranks' parts of gradients, and converts what it sends."""
+        ranks, widths = self.shard.size, self.layout.widths
+        if ranks == 1:
+            return 0.0
+        moved = 3 * widths.wire * trained / ranks * (ranks - 1)
+        if widths.wire != widths.gradient and not self.reduces_each:
+            moved += (widths.wire + widths.gradient) * trained * (1 if self.split else 2)
+        return self.node.device.streaming_seconds(moved)
+
+    def _saved_out(self, unit: UnitCost) -> float:
+        # What a unit saves for its backward leaves behind the forward, and comes back before the backward.
+        if not self.layout.activations_on_host or not unit.block:
+            return 0.0
+        saved = unit.saved.get(self.layout.recompute)
+        return self._copy(saved.on(self.layout.tensor, self.layout.sequence)) if saved else 0.0
+
+    def _copy(self, size: float) -> float:
+        return self.host.latency + size / self.host.bandwidth if size > 0 else 0.0
+
+    def message(self, unit: UnitCost) -> float:
+        """Return the seconds of a unit's output on the way to the next pipeline rank."""
+        size = unit.output.on(self.layout.tensor, self.layout.sequence)
+        if self.habits.messages_scattered and not self.layout.sequence:
+            return self.pipeline.send(size / self.layout.tensor) + self.tensor.all_gather(size)
+        return self.pipeline.send(size)
+
+    @property
+    def world(self) -> Fabric:
+        """All ranks."""
+        return fabric(self.layout, self.machine, "replicate", "data", "context", "pipeline", "tensor")
+
+
+def _disk(speed: float, size: float, node: str) -> float:
+    if speed <= 0:
+        raise ValueError(f"a state rests on NVMe, but node {node or 'of the machine'!r} has no disk; set its disk_read")
+    return size / speed
+
+
+def _is_kept(work: KernelWork) -> bool:
+    """Return whether selective checkpointing keeps a kernel's result; that of unfused attention it does not."""
+    return work.kind in (WorkKind.PRODUCT, WorkKind.CONVOLUTION) or (
+        work.kind is WorkKind.ATTENTION and work.shape is None and work.flops.on() > 0
+    )

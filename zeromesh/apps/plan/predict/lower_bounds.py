@@ -1,0 +1,258 @@
+"""Lower bounds of a layout's step time and memory: cheap, so that a search can leave most layouts uncomputed.
+
+A bound assumes that everything that may overlap does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from math import ceil
+from operator import attrgetter, mul
+from typing import NamedTuple
+
+from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
+from zeromesh.apps.plan.cost.cost import CostSource, ModelCost, Recompute, UnitCost
+from zeromesh.apps.plan.machine.cluster import Device, Machine
+from zeromesh.apps.plan.machine.rates import Habits
+from zeromesh.apps.plan.predict.durations import Durations
+from zeromesh.base.placement import Placement, Tier
+from zeromesh.parallel.pipeline.schedule.generators import ROWS as SCHEDULES
+from zeromesh.parallel.pipeline.schedule.generators import Shape
+
+EXPOSED = 0.4  # share of traffic that a pipeline does not hide; it decides about the order of a search alone
+
+
+def best_rate(device: Device, width: int) -> float:
+    """Return the most operations per second in products of elements of ``width`` bytes."""
+    names = ("bf16", "fp16") if width == 2 else ("tf32", "fp32")
+    rates = [device.flops[name] for name in names if name in device.flops]
+    # A device whose table lacks the dtype computes no faster than its fastest entry.
+    return max(rates or device.flops.values())
+
+
+def slowest(machine: Machine) -> Device:
+    """Return the device that the others wait for: the one with the lowest rate."""
+    return min((node.device for node, _ in machine.nodes), key=lambda device: best_rate(device, 2))
+
+
+def least_memory(machine: Machine) -> float:
+    """Return the bytes of the smallest device."""
+    return min(node.device.memory for node, _ in machine.nodes)
+
+
+def devices_of_a_node(machine: Machine) -> int:
+    """Return the devices of the smallest node."""
+    return min(node.devices for node, _ in machine.nodes)
+
+
+class _Passes(NamedTuple):
+    """Seconds of a micro-batch on one rank that has the whole model."""
+
+    total: float  # of all units
+    block: float  # of the largest block
+
+
+class _Moves(NamedTuple):
+    """Seconds of the states of the whole model on one rank, by the resource that is busy."""
+
+    gather: float
+    reduce: float
+    replicas: float
+    fetch: float  # of parameters, from the host
+    read: float  # of parameters, from the disk
+    update: float  # on the device
+    host_update: float
+    states_read: float  # of the optimizer, from the disk
+    states_written: float
+
+
+class _Kinds(NamedTuple):
+    """Units of a model, of which those that are alike are there once."""
+
+    cost: ModelCost
+    counts: tuple[int, ...]
+
+
+def _kinds(cost: ModelCost) -> _Kinds:
+    # By formula the blocks of a stack share their parts, which are then compared once; in a trace parts are only equal.
+    same: dict[tuple[object, ...], list[UnitCost]] = {}
+    for unit in cost.units:
+        parts = unit.block, unit.forward, unit.input, unit.weight, unit.saved, unit.parameters, unit.output
+        same.setdefault((*map(id, parts), unit.joins, unit.frozen, unit.tables), []).append(unit)
+    kinds: dict[tuple[object, ...], list[UnitCost]] = {}
+    for unit, *others in same.values():
+        kernels = unit.forward, unit.input, unit.weight
+        amounts = unit.parameters, unit.frozen, unit.joins, unit.output, unit.tables
+        key = *kernels, unit.block, *amounts, *unit.saved.items()
+        kinds.setdefault(key, []).extend([unit, *others])
+    units = tuple(alike[0] for alike in kinds.values())
+    return _Kinds(replace(cost, units=units), tuple(map(len, kinds.values())))
+
+
+class TimeBound:
+    """Least step time and memory of layouts of one model on one machine, from the same seconds as ``time_of``."""
+
+    def __init__(self, source: CostSource, sequence: int, machine: Machine) -> None:
+        self.source = source
+        self.sequence = sequence
+        self.machine = machine
+        self._passes: dict[tuple[object, ...], _Passes] = {}
+        self._moves: dict[tuple[object, ...], _Moves] = {}
+        self._known: dict[tuple[int, int], _Kinds] = {}
+        self._saved: dict[tuple[object, ...], float] = {}
+        self._parameters: dict[int, tuple[float, float, float, float]] = {}
+        self._device = slowest(machine)
+
+    def _at(self, micro_batch: int, context: int) -> _Kinds:
+        """Return the model's units; its cost is asked for once."""
+        key = micro_batch, context
+        if key not in self._known:
+            self._known[key] = _kinds(self.source.at(micro_batch, self.sequence, context))
+        return self._known[key]
+
+    @cached_property
+    def blocks(self) -> int:
+        """Blocks between which a pipeline can be cut."""
+        cost, counts = self._at(1, 1)
+        return sum(count for unit, count in zip(cost.units, counts, strict=True) if unit.block)
+
+    def seconds(self, layout: ParallelLayout) -> float:
+        """Return a time that no run of the layout is expected to be shorter than."""
+        return max(self.compute(layout), self.traffic(layout), self.offload(layout))
+
+    def compute(self, layout: ParallelLayout) -> float:
+        """Return seconds of the slowest stage, with the pipeline's idle time and sums that nothing hides."""
+        passes = self._passes_of(layout)
+        mean = passes.total / layout.pipeline
+        # One of the ranks has at least so many blocks.
+        most = ceil(self.blocks / layout.pipeline) * passes.block
+        return layout.accumulation * (max(mean, most) + self.bubble(layout) * mean)
+
+    def expected(self, layout: ParallelLayout, compute: float, traffic: float, offload: float) -> float:
+        """Return a time near that of a layout, from its bounds: it orders layouts, and leaves none out."""
+        # The update waits for the host, and a pipeline's messages hide only a part of its gathers and reductions.
+        return compute + offload + (EXPOSED * traffic if layout.pipeline > 1 else 0.0)
+
+    def bubble(self, layout: ParallelLayout) -> float:
+        """Return idle time of the schedule in parts of busy time, at the least."""
+        if layout.pipeline == 1:
+            return 0.0
+        row = SCHEDULES[layout.schedule]
+        shape = Shape(layout.pipeline, layout.accumulation, layout.chunks, layout.pipeline)
+        # The formulas are for three equal parts of a micro-batch and equal stages; others may be idle for less.
+        filled = float(row.bubble(shape)) * (0.5 if row.split else 0.9)
+        # Too few micro-batches to fill the pipeline leave a forward of a stage idle for each that is missing.
+        missing = max(0, row.full(shape) - layout.accumulation)
+        return filled + missing / (3 * layout.accumulation * layout.chunks)
+
+    def traffic(self, layout: ParallelLayout) -> float:
+        """Return seconds that the links between data-parallel ranks are in use."""
+        moves, row = self._moves_of(layout), layout.row
+        reductions = layout.accumulation if row.gradient is Placement.SHARDED else 1
+        # With more than two slots some parameters stay from one micro-batch to the next; with all of them, all.
+        again = row.parameter is Placement.SHARDED and layout.parameter_slots <= 2
+        gathers = layout.accumulation if again else 1
+        return (reductions * moves.reduce + gathers * moves.gather + moves.replicas) / layout.pipeline
+
+    def offload(self, layout: ParallelLayout) -> float:
+        """Return seconds of the host's update, or of copies to and from the host and disks."""
+        moves = self._moves_of(layout)
+        passes = 1 if layout.parameter_slots >= self.blocks / layout.pipeline else layout.accumulation
+        files = moves.states_read + moves.states_written
+        busy = moves.update, moves.host_update, files, passes * moves.fetch, passes * moves.read
+        return max(busy) / layout.pipeline
+
+    def states(self, layout: ParallelLayout) -> float:
+        """Return bytes on the device that states alone take on the average rank, with the context of the device."""
+        row, widths, group = layout.row, layout.widths, layout.data * layout.context
+        elements, block, frozen, frozen_block = self._elements(layout.tensor)
+        stage_elements = elements / layout.pipeline
+        left = 1.0 if row.optimizer_tier is Tier.DEVICE else 1.0 - row.offloaded
+        total = (
+            stage_elements
+            * (widths.master + widths.states)
+            * left
+            / (group if row.optimizer is Placement.SHARDED else 1)
+        )
+        if row.parameter_tier is Tier.DEVICE:
+            shares = group if row.parameter is Placement.SHARDED else 1
+            total += (stage_elements * widths.parameter + frozen / layout.pipeline) / shares
+        if row.parameter is Placement.SHARDED:
+            # Gradients grow as activations shrink, so they are left out; gathered blocks are there all the time.
+            slots = min(layout.parameter_slots, self.blocks // layout.pipeline)
+            total += slots * (block * widths.parameter + frozen_block)
+        elif row.gradient is Placement.REPLICATED:
+            total += stage_elements * min(widths.gradient, widths.wire)
+        elif row.gradient_tier is Tier.DEVICE:
+            total += stage_elements * widths.gradient / group * left
+        return total + self._device.reserved
+
+    def activations(self, layout: ParallelLayout) -> float:
+        """Return bytes that one micro-batch of the average stage keeps for its backward, at the least."""
+        if layout.activations_on_host:
+            return 0.0
+        key = layout.micro_batch, layout.context, layout.tensor, layout.sequence, layout.recompute
+        if key not in self._saved:
+            cost, counts = self._at(layout.micro_batch, layout.context)
+            self._saved[key] = 0.0
+            for unit, count in zip(cost.units, counts, strict=True):
+                saved = unit.saved.get(layout.recompute) or unit.saved.get(Recompute.NONE)
+                if unit.block and saved is not None:
+                    self._saved[key] += saved.on(layout.tensor, layout.sequence) * count
+        # Stages hold unlike numbers of blocks, so the rank that holds most micro-batches may have fewer than the mean.
+        in_flight = held(layout) / layout.chunks
+        return self._saved[key] / layout.pipeline * max(1.0, 0.8 * in_flight)
+
+    def _elements(self, tensor: int) -> tuple[float, float, float, float]:
+        """Return elements of the model and of its smallest block on a tensor rank, and bytes of frozen ones of both."""
+        if tensor not in self._parameters:
+            cost, counts = self._at(1, 1)
+            sizes = [unit.parameters.on(tensor) for unit in cost.units]
+            frozen = [unit.frozen.sharded.on(tensor) for unit in cost.units]
+            amounts: list[float] = []
+            for per_unit in (sizes, frozen):
+                least = min((size for size, unit in zip(per_unit, cost.units, strict=True) if unit.block), default=0.0)
+                amounts += [sum(map(mul, per_unit, counts)), least]
+            self._parameters[tensor] = amounts[0], amounts[1], amounts[2], amounts[3]
+        return self._parameters[tensor]
+
+    def _passes_of(self, layout: ParallelLayout) -> _Passes:
+        mesh = layout.tensor, layout.context, layout.pipeline, layout.sequence
+        key = *mesh, layout.micro_batch, layout.recompute, layout.widths
+        if key not in self._passes:
+            cost, counts = self._at(layout.micro_batch, layout.context)
+            units = Durations(layout, self.machine, Habits()).units(cost)
+            # Without lookups of tables, which depend on the number of data ranks.
+            alone = [unit._replace(lookup=0.0) for unit in units]
+            times = [sum(s for _, s in (*u.compute_forward, *u.compute_backward)) for u in alone]
+            block = max((seconds for unit, seconds in zip(units, times, strict=True) if unit.block), default=0.0)
+            self._passes[key] = _Passes(sum(map(mul, times, counts)), block)
+        return self._passes[key]
+
+    def _moves_of(self, layout: ParallelLayout) -> _Moves:
+        # All units are taken to be off the device; where a part of them is, the device's update of the rest is short.
+        row, share = layout.row, 1.0
+        if row.optimizer_tier is not Tier.DEVICE:
+            row, share = replace(row, offloaded=1.0), row.offloaded
+        mesh = layout.tensor, layout.context, layout.pipeline, layout.data, layout.replicate
+        key = *mesh, row, layout.widths
+        if key not in self._moves:
+            # States do not depend on the size of a micro-batch.
+            cost, counts = self._at(1, 1)
+            units = Durations(replace(layout, micro_batch=1, row=row), self.machine, Habits()).units(cost)
+            self._moves[key] = _Moves(*(sum(map(mul, map(attrgetter(n), units), counts)) for n in _Moves._fields))
+        moves = self._moves[key]
+        return moves if share == 1 else moves._replace(
+            host_update=share * moves.host_update, states_read=share * moves.states_read,
+            states_written=share * moves.states_written, fetch=share * moves.fetch, read=share * moves.read,
+        )  # fmt: skip
+
+
+def held(layout: ParallelLayout) -> int:
+    """Return micro-batches of one stage that the fullest rank of the pipeline holds."""
+    if layout.pipeline == 1:
+        return 1
+    shape = Shape(layout.pipeline, layout.accumulation, layout.chunks, layout.pipeline)
+    row = SCHEDULES[layout.schedule]
+    return max(row.held(shape, rank) for rank in (0, layout.pipeline - 1))

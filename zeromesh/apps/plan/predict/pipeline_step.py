@@ -1,0 +1,176 @@
+"""Simulation of a pipeline's step: stages with costs of their own, under a named schedule, with few micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from itertools import pairwise
+from typing import NamedTuple
+
+from zeromesh.apps.plan.cost.cost import UnitCost
+from zeromesh.parallel.pipeline.schedule.actions import COMPUTE, Action, Kind
+from zeromesh.parallel.pipeline.schedule.execution import dependencies, execute
+from zeromesh.parallel.pipeline.schedule.generators import generate, shape_of
+from zeromesh.parallel.pipeline.schedule.partition import partition, uniform
+from zeromesh.parallel.pipeline.schedule.simulate import Costs
+
+GROUPS = 32  # micro-batches that are simulated, about, on few ranks; three groups on many
+
+_CODES = {Kind.FORWARD: 0, Kind.INPUT: 1, Kind.WEIGHT: 2, Kind.BACKWARD: 3}
+
+
+def stage_units(units: Sequence[UnitCost], stages: int, even: bool = False) -> list[range]:
+    """Return the places of each stage's units, which begin with a block but for the first stage's.
+
+    Args:
+        units: of the model.
+        stages: of all ranks.
+        even: as many blocks each; otherwise the dearest stage has as few operations as can be, as the engine cuts.
+
+    Raises:
+        ValueError: there are fewer blocks than stages.
+    """
+    if stages == 1:  # also of models without blocks, such as recommenders
+        return [range(len(units))]
+    blocks = [place for place, unit in enumerate(units) if unit.block]
+    if len(blocks) < stages:
+        raise ValueError(
+            f"{len(blocks)} blocks cannot be cut into {stages} stages, as each needs one; take fewer pipeline ranks or "
+            "chunks"
+        )
+    operations = [sum(work.flops.on() * work.count for work in unit.forward) for unit in units]
+    edges = [0, *blocks[1:], len(units)]
+    costs = [sum(operations[start:stop]) for start, stop in pairwise(edges)]
+    most = max(costs)
+    if even or not most:
+        starts = uniform(len(blocks), stages)
+    else:
+        starts = _cheapest(tuple(round(cost / most, 9) for cost in costs), stages)
+    return [range(start, stop) for start, stop in pairwise([0, *(blocks[first] for first in starts[1:]), len(units)])]
+
+
+@lru_cache(maxsize=1024)
+def _cheapest(costs: tuple[float, ...], stages: int) -> list[int]:
+    return partition(costs, stages)
+
+
+class StageCost(NamedTuple):
+    """Seconds of one stage's actions for a micro-batch."""
+
+    forward: float
+    input: float
+    weight: float
+    release: float = 0.0  # before it the first forward cannot begin
+    message: float = 0.0  # of its output, and of the gradient of its output
+
+
+class Run(NamedTuple):
+    """Times of a simulated pipeline."""
+
+    ends: tuple[float, ...]  # by stage: of its last backward
+    busy: tuple[float, ...]  # by rank: seconds of computation
+    placement: tuple[int, ...]  # rank of each stage
+    actions: tuple[tuple[int, str, float, float], ...] = ()  # rank, label, start, end
+
+    @property
+    def makespan(self) -> float:
+        """Time at which the last backward ends."""
+        return max(self.ends)
+
+
+def placement_of(
+    name: str, ranks: int, microbatches: int, chunks: int, keep: bool = False, costs: Costs | None = None
+) -> tuple[int, ...]:
+    """Return the rank of each stage, as ``pipelined`` simulates them. Raise ValueError as it does."""
+    return _program(name, ranks, _simulated(ranks, microbatches, keep), chunks, costs)[1]
+
+
+def _simulated(ranks: int, microbatches: int, keep: bool) -> int:
+    """Return how many micro-batches are simulated: all, or the longer one of two steps in a steady state."""
+    # Uneven stages take some groups to settle: their slowest one then sets the pace of all.
+    few = microbatches % ranks + max(3, GROUPS // ranks) * ranks
+    return microbatches if keep or microbatches <= few + ranks else few
+
+
+def pipelined(
+    name: str, ranks: int, microbatches: int, chunks: int, stages: Sequence[StageCost], keep: bool = False,
+    costs: Costs | None = None,
+) -> Run:  # fmt: skip
+    """Simulate a schedule, whose actions are in the order that is good for ``costs``; None: for equal ones.
+
+    In a steady state each group of as many micro-batches as ranks takes the same time, so that of many micro-batches
+    only some are simulated; with ``keep`` all of them are, and the actions are returned.
+
+    Raises:
+        ValueError: the schedule is not for that number of ranks, micro-batches or chunks.
+    """
+    shape_of(name, ranks, microbatches, chunks)
+    few = _simulated(ranks, microbatches, keep)
+    run = partial(_simulate, name, ranks, chunks=chunks, stages=stages, costs=costs)
+    if few == microbatches:
+        return run(microbatches, keep=keep)
+    # Two lengths of the steady state, of which the longer one has one group more.
+    short, long = (run(count, keep=False) for count in (few - ranks, few))
+    groups = (microbatches - few) // ranks
+    ends = tuple(b + groups * (b - a) for a, b in zip(short.ends, long.ends, strict=True))
+    busy = tuple(b + groups * (b - a) for a, b in zip(short.busy, long.busy, strict=True))
+    return Run(ends, busy, long.placement)
+
+
+class _Step(NamedTuple):
+    rank: int
+    code: int
+    stage: int
+    needs: tuple[tuple[int, bool], ...]  # positions in the program, and whether a message lies between
+
+
+@lru_cache(maxsize=64)
+def _program(
+    name: str, ranks: int, microbatches: int, chunks: int, costs: Costs | None
+) -> tuple[tuple[_Step, ...], tuple[int, ...]]:
+    """Return the computations of all ranks in an order in which they can happen."""
+    schedule = generate(name, ranks, microbatches, chunks, costs=costs)
+    indices: dict[Action, int] = {}
+    steps: list[_Step] = []
+    for rank, position in execute(schedule):
+        action = schedule.ranks[rank][position]
+        if action.kind not in COMPUTE:
+            continue
+        needs = tuple(
+            (indices[other], schedule.placement[other.stage] != rank) for other in dependencies(schedule, action)
+        )
+        indices[action] = len(steps)
+        steps.append(_Step(rank, _CODES[action.kind], action.stage, needs))
+    return tuple(steps), schedule.placement
+
+
+def _simulate(
+    name: str, ranks: int, microbatches: int, *, chunks: int, stages: Sequence[StageCost], costs: Costs | None,
+    keep: bool,
+) -> Run:  # fmt: skip
+    program, placement = _program(name, ranks, microbatches, chunks, costs)
+    times = [(cost.forward, cost.input, cost.weight, cost.input + cost.weight) for cost in stages]
+    release = [cost.release for cost in stages]
+    # A message between two stages is the earlier one's output, or the gradient of it.
+    forward = [0.0] + [cost.message for cost in stages[:-1]]
+    backward = [cost.message for cost in stages]
+    free, busy = [0.0] * ranks, [0.0] * ranks
+    ends = [0.0] * len(stages)
+    ready = [0.0] * len(program)
+    actions: list[tuple[int, str, float, float]] = []
+    for index, (rank, code, stage, needs) in enumerate(program):
+        start = free[rank]
+        for other, away in needs:
+            arrives = ready[other]
+            if away:
+                arrives += forward[stage] if code == 0 else backward[stage]
+            if arrives > start:
+                start = arrives
+        if code == 0 and release[stage] > start:
+            start = release[stage]
+        seconds = times[stage][code]
+        ready[index] = free[rank] = ends[stage] = start + seconds
+        busy[rank] += seconds
+        if keep:
+            actions.append((rank, f"{'FIWB'[code]} stage {stage}", start, start + seconds))
+    return Run(tuple(ends), tuple(busy), placement, tuple(actions))

@@ -1,0 +1,228 @@
+"""Checks before a rank is started, and of a resumed run's settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from torch import nn
+
+from zeromesh import Environment, Settings
+from zeromesh.apps.train.data.hub_datasets import is_dataset_id
+from zeromesh.apps.train.data.indexed import file_of
+from zeromesh.apps.train.data.ordered_loader import training_samples
+from zeromesh.apps.train.data.prepare_text import prepare, size_is_set
+from zeromesh.apps.train.data.token_store import PreparedData, first_beyond
+from zeromesh.apps.train.data.tokenizer import load_tokenizer
+from zeromesh.apps.train.model import LanguageModel, Transformer, language_model
+from zeromesh.apps.train.run_folder import RunFolder
+from zeromesh.base.words import counted
+from zeromesh.comm.detect import is_launched, may_restart
+from zeromesh.config.printing import changes
+from zeromesh.config.settings import Resolved
+from zeromesh.config.train import RunSettings, TextData
+from zeromesh.engine.initialize.trial import try_out
+from zeromesh.parallel.context.sequence_order import require_length
+
+FREE = frozenset(
+    {
+        "run",
+        "mesh",
+        "slots",
+        "units",
+        "zero_optimization",
+        "activation_checkpointing",
+        "checkpoint",
+        "spikes",  # which may be why the run is resumed
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "profile",
+        "flops_profiler",
+        "tensorboard",
+        "wandb",
+        "csv_monitor",
+        "dataloader_drop_last",
+        "zero_allow_untested_optimizer",
+    }
+)
+"""Keys and sections that may change when a run is resumed: its result does not depend on them."""
+
+# The elastic solution changes these with the number of ranks, and keeps the samples of a step.
+MICRO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training run as configured, with all its sections."""
+
+    settings: Settings
+    language: LanguageModel
+    data: TextData
+    run: RunSettings
+
+    @classmethod
+    def of(cls, settings: Settings) -> Job:
+        """Return the run in the settings; raise ValueError if a section is missing."""
+        language, data, run = language_model(settings), settings.data, settings.run
+        if data is None or run is None:
+            raise ValueError(
+                f"zeromesh train needs the section {'data' if data is None else 'run'!r} in the configuration"
+            )
+        if data.tokenizer is None and language.tokenizer is not None:
+            data = data.model_copy(update={"tokenizer": language.tokenizer})
+        return cls(settings.model_copy(update={"data": data}), language, data, run)
+
+    @property
+    def origins(self) -> dict[str, Any]:
+        """Repositories of the Hub that the run reads, each with its commit or revision, for its checkpoints."""
+        read = [f"{name}@{self.data.revision}" for name in self.data.names if is_dataset_id(name)]
+        return {"model": self.language.origin, "data": read}
+
+    def with_vocabulary(self, size: int, trained: bool = True) -> Job:
+        """Return the same run with this number of entries in the model's vocabulary, unless the settings have one."""
+        # Of a tokenizer that the run trains, the settings of the data name the size, too, for a run that is resumed.
+        model = self.settings.model
+        if model is not None:
+            model = model.model_copy(update={"vocab_size": model.vocab_size or size})
+        data = self.data.model_copy(update={"vocabulary_size": size}) if trained else self.data
+        settings = self.settings.model_copy(update={"model": model, "data": data})
+        return replace(self, settings=settings, language=language_model(settings), data=data)
+
+    @property
+    def folder(self) -> RunFolder:
+        """Folder that the run writes to."""
+        return RunFolder(Path(self.run.output))
+
+
+def check(settings: Settings) -> Job:
+    """Check everything that can be checked before the text is read; raise ValueError if the run cannot start."""
+    job = Job.of(settings)
+    if settings.optimizer is None:
+        raise ValueError('zeromesh train needs an optimizer; add "optimizer": {"type": "AdamW", "params": {"lr": ...}}')
+    sizes = _mesh(job)
+    # The engine would find this, too, but in a batch, after the text was read.
+    if sizes["context"] > 1:
+        try:
+            require_length(job.language.sequence_length, sizes["context"])
+        except ValueError as error:
+            raise ValueError(f"{job.language.section}.sequence_length: {error}") from None
+    resolved = _resolved(job)
+    if job.run.resume and job.folder.config.is_file():
+        job.folder.require_base()  # before the model is built from that folder
+    # The model has no memory here, and a rank is started only if everything fits together.
+    try_out(build_model(job), resolved, sizes)
+    job.folder.check(bool(job.run.resume))
+    if job.run.resume:
+        require_unchanged(job.folder, resolved)
+    return job
+
+
+def _mesh(job: Job) -> dict[str, int]:
+    """Return the number of ranks per axis that the run will have."""
+    return job.settings.resolve_mesh(Environment.detect().world_size if is_launched() else job.run.ranks)
+
+
+def _resolved(job: Job) -> Resolved:
+    """Return the settings with the sizes that follow from the number of ranks."""
+    sizes = _mesh(job)
+    return job.settings.resolve(sizes["replicate"] * sizes["data"], sizes, elastic=may_restart())
+
+
+def build_model(job: Job) -> nn.Module:
+    """Return the model without memory; raise ValueError if its sizes do not fit together."""
+    shape, wanted = job.settings.model, job.data.vocabulary_size
+    entries = None if shape is None else shape.vocab_size
+    if entries is not None and job.data.tokenizer is None and size_is_set(job.data) and entries < wanted:
+        raise ValueError(
+            f"model.vocab_size = {entries} is smaller than data.vocabulary_size = {wanted}; leave out the former"
+        )
+    language = job.with_vocabulary(wanted).language
+    try:
+        return language.build()
+    except (RuntimeError, TypeError, OverflowError, MemoryError) as error:  # torch's, for sizes that no tensor can have
+        raise ValueError(
+            f"the section {language.section!r} is of a model that cannot be built: {type(error).__name__}: {error}; "
+            "lower its sizes"
+        ) from error
+
+
+def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> PreparedData:
+    """Return the text as tokens; raise ValueError if it is wrong, too short, or does not suit the model."""
+    length = job.language.sequence_length
+    prepared = prepare(job.data, job.folder.text, may_write, length, console)
+    if prepared.document_attention and _mesh(job)["context"] > 1:
+        raise ValueError(
+            "mesh.context > 1: attention over several ranks cannot hide the documents of a sample from each "
+            'other; set data.document_attention to false, data.packing to "pad", or mesh.context to 1'
+        )
+    vocabulary = job.language.vocabulary or prepared.vocabulary
+    # A larger vocabulary than the tokenizer's is usual: models round theirs up.
+    if prepared.tokenizer is None and job.run.sample.prompts:
+        raise ValueError(
+            "run.sample.prompts need a tokenizer, and data.train is tokens already; name it in data.tokenizer, or "
+            "leave the prompts out"
+        )
+    if prepared.tokenizer is not None and vocabulary < prepared.vocabulary:
+        raise ValueError(
+            f"the model's vocabulary has {vocabulary} entries, and the tokenizer {prepared.vocabulary}; use the "
+            f"model's own tokenizer in data.tokenizer, or {_larger(job)}"
+        )
+    if prepared.tokenizer is not None and isinstance(job.language, Transformer):
+        job.language.require_tokenizer(job.data.tokenizer, prepared.vocabulary)
+    # Now, and not after hours of training: it raises if there is no chat template.
+    if prepared.tokenizer is not None and job.run.sample.chat and job.run.sample.prompts:
+        load_tokenizer(prepared.tokenizer).prompt([{"role": "user", "content": job.run.sample.prompts[0]}])
+    for part in (*prepared.train, *prepared.validation):
+        if part.highest >= vocabulary:
+            place, token = first_beyond(part.indexed, vocabulary)
+            raise ValueError(
+                f"{str(file_of(part.prefix, '.bin'))!r} has the id {token} at token {place}, and the model's "
+                f"vocabulary has {vocabulary} entries; {_larger(job)}, or make the tokens with its tokenizer"
+            )
+    samples = sum(part.count for part in training_samples(prepared, length, job.settings.seed))
+    wanted = _resolved(job).train_batch_size
+    if samples < wanted:
+        raise ValueError(
+            f"data.train gives {counted(samples, 'sample')} of "
+            f"{job.language.section}.sequence_length = {length} tokens, fewer than the "
+            f"{wanted} of one step (train_batch_size); add text, or make the batch or the sequence smaller"
+        )
+    return prepared
+
+
+def _larger(job: Job) -> str:
+    """Return the change that gives the model a larger vocabulary, for messages."""
+    if job.language.section == "model":
+        return "raise model.vocab_size"
+    return "name a model with a larger vocabulary in huggingface.path"
+
+
+# Settings of a resumed run.
+
+
+def require_unchanged(folder: RunFolder, settings: Resolved) -> None:
+    """Raise ValueError if a run is resumed with other settings, in a key on which the result depends."""
+    if not folder.config.is_file():
+        return
+    before = folder.settings()
+    free = FREE | (set(MICRO) if before.data_size != settings.data_size else set()) | _automatic(settings)
+    different = changes(before, settings, free)
+    if different:
+        lines = "".join(f"\n  {line}" for line in different)
+        raise ValueError(
+            f"the run in {str(folder.path)!r} was started with other settings:{lines}\n"
+            "bring back those of the run, or start a new one without --resume: choose another folder with "
+            "--set run.output=FOLDER"
+        )
+
+
+def _automatic(settings: Resolved) -> set[str]:
+    """Return the keys of sizes that the settings leave to the text."""
+    free = set()
+    if settings.model is not None and settings.model.vocab_size is None:
+        free.add("model.vocab_size")
+    if settings.data is not None and not size_is_set(settings.data):
+        free.add("data.vocabulary_size")
+    return free

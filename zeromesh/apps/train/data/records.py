@@ -1,0 +1,210 @@
+"""Kinds of records: how each becomes token ids, and which of the ids are labels."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeromesh.apps.train.data.text_formats import OF_AN_ARRAY
+from zeromesh.apps.train.data.tokenizer import Ids, TextTokenizer
+from zeromesh.base.words import show
+from zeromesh.config.train import TextData
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+RESPONSES = ("response", "completion")  # keys of a response, if the settings name none
+TOOLS = "tools"  # key of the schemas of functions that the assistant of a chat may call
+
+
+class Chat(NamedTuple):
+    """A chat, and the functions that the assistant may call."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+
+
+class Tokens(NamedTuple):
+    """Tokens of a record, or of a piece of a text."""
+
+    ids: Ids
+    mask: NDArray[np.bool_] | None  # True for labels, shape (tokens,); None if all are
+    size: int  # bytes of text that the labels stand for
+
+
+class RecordKind(NamedTuple):
+    """A row of ``KINDS``. ``read`` and ``encode`` raise ValueError for a wrong record."""
+
+    keys: Callable[[TextData, Mapping[str, Any]], tuple[str, ...]]  # keys that a record must have under the settings
+    read: Callable[[TextData, Mapping[str, Any]], Any]  # turns a record into an input of encode
+    encode: Callable[[TextTokenizer, Sequence[Any]], Iterator[Tokens]]  # yields the tokens of each input
+    texts: Callable[[Any], list[str]]  # texts of an input that a tokenizer is trained on
+    packed: bool  # records stay whole in samples; otherwise they form a stream
+
+
+def kind_of(data: TextData, record: Any) -> str:
+    """Return the first kind in the table whose keys the record has; raise ValueError if there is none."""
+    _require_object(record)
+    # Text comes last: records of the other kinds may have that key, too.
+    for name, kind in KINDS.items():
+        if data.format in (None, name) and set(kind.keys(data, record)) <= record.keys():
+            return name
+    wanted = [KINDS[data.format]] if data.format else list(KINDS.values())
+    keys = " or ".join(" and ".join(map(repr, kind.keys(data, record))) for kind in wanted)
+    raise ValueError(
+        f"has the keys {list(record)}, and must have {keys}; change them, or name yours in data.text_key, "
+        "data.prompt_key, data.response_key or data.messages_key"
+    )
+
+
+def read_record(data: TextData, name: str, record: Any) -> Any:
+    """Return a record as the ``encode`` of its kind takes it; raise ValueError if it is wrong or of another kind."""
+    _require_object(record)
+    kind = KINDS[name]
+    missing = [key for key in kind.keys(data, record) if key not in record]
+    if missing:
+        raise ValueError(
+            f"has the keys {list(record)} and lacks {', '.join(map(repr, missing))}; all records of a source are "
+            f"of one kind, here {name!r}, as its first record or data.format says: put others into sources of their own"
+        )
+    return kind.read(data, record)
+
+
+def share_of(record: Any) -> float:
+    """Return a number in [0, 1) that depends on the content of the record only."""
+    # Of the content, so that a record stays on its side of the split when others come or go.
+    text = json.dumps(record, sort_keys=True, default=str)
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") >> 11) / 2.0**53  # as many bits as a float has: 64 could round to 1.0
+
+
+def encode_text(tokenizer: TextTokenizer, texts: Sequence[str]) -> Iterator[Tokens]:
+    """Yield the tokens of pieces of text, without begin and end tokens."""
+    for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
+        yield Tokens(ids, None, len(text.encode()))
+
+
+def _require_object(record: Any) -> None:
+    if not isinstance(record, Mapping):
+        hint = OF_AN_ARRAY if isinstance(record, list) else ""
+        raise ValueError(f"is {show(record)}, and must be an object with keys: {{...}}{hint}")
+
+
+def _string(record: Mapping[str, Any], key: str) -> str:
+    value = record[key]
+    if not isinstance(value, str):
+        raise ValueError(f"{key} = {show(value)} must be a string")
+    try:
+        value.encode()  # tokenizers take UTF-8, where half a pair is an error without a place
+    except UnicodeEncodeError:
+        raise ValueError(f"{key} has half of a surrogate pair, {show(value)}, which is no character") from None
+    return value
+
+
+def _response_key(data: TextData, record: Mapping[str, Any]) -> str:
+    return data.response_key or next((key for key in RESPONSES if key in record), RESPONSES[0])
+
+
+def _encode_responses(tokenizer: TextTokenizer, pairs: Sequence[tuple[str, str]]) -> Iterator[Tokens]:
+    prompts, responses = (tokenizer.encode([pair[side] for pair in pairs]) for side in (0, 1))
+    for pair, prompt, response in zip(pairs, prompts, responses, strict=True):
+        # Encoded apart, or a token could hold the end of the prompt and the beginning of the response. The end of the
+        # text is a label, too: a model has to learn where a response ends.
+        ids = tokenizer.bounded(np.concatenate([prompt, response]))
+        yield Tokens(ids, np.arange(len(ids)) >= len(ids) - len(response) - 1, len(pair[1].encode()))
+
+
+def _read_chat(data: TextData, record: Mapping[str, Any]) -> Chat:
+    key = data.messages_key
+    messages = record[key]
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise ValueError(f"{key} = {show(messages)} must be a list of at least one message")
+    read = [_read_message(f"{key}[{place}]", message) for place, message in enumerate(messages)]
+    if all(message["role"] != "assistant" for message in read):
+        raise ValueError(
+            f"{key} has no turn of the assistant, so nothing can be learned from it; add one, or take it out"
+        )
+    return Chat(read, _read_tools(record.get(TOOLS)))
+
+
+def _read_tools(value: Any) -> list[dict[str, Any]] | None:
+    # Tables hold them as JSON in strings, since all objects of a column need the same keys.
+    tools = _of_json(value)
+    if tools is None or tools == []:
+        return None
+    read: list[Any] = [_of_json(tool) for tool in tools] if isinstance(tools, list) else [None]
+    if not all(isinstance(tool, Mapping) for tool in read):
+        raise ValueError(
+            f"{TOOLS} = {show(value)} must be a list of objects, each the schema of a function, or JSON of it"
+        )
+    return read
+
+
+def _of_json(value: Any) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"{TOOLS} = {show(value)} is not JSON ({error})") from None
+
+
+def _read_message(name: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise ValueError(f"{name} = {show(message)} must be an object with role and content")
+    for key in ("role", "content"):
+        if key not in message and not (key == "content" and message.get("tool_calls")):
+            raise ValueError(f"{name} = {show(dict(message))} lacks {key!r}; a message has role and content")
+    if message["role"] not in ROLES:
+        raise ValueError(f"{name}.role = {show(message['role'])} must be one of {', '.join(ROLES)}")
+    # Tables give each message the keys of all messages, with None for those that it does not have.
+    entries = {key: value for key, value in message.items() if value is not None}
+    if "content" in entries or not entries.get("tool_calls"):
+        _string({f"{name}.content": message["content"]}, f"{name}.content")
+    return entries
+
+
+def _encode_chats(tokenizer: TextTokenizer, chats: Sequence[Chat]) -> Iterator[Tokens]:
+    for chat in chats:
+        try:
+            ids, mask = tokenizer.chat(chat.messages, chat.tools)
+        except ValueError:
+            raise
+        except Exception as error:  # templates may raise any type
+            raise ValueError(f"the tokenizer's chat template refuses it: {error}") from error
+        if not mask[1:].any():
+            raise ValueError(
+                "the tokenizer's chat template marks nothing of it as said by the assistant; look at where the "
+                "template has {% generation %}"
+            )
+        # By decoding, because a template may change the text of messages.
+        yield Tokens(ids, mask, len(tokenizer.decode(ids[mask].tolist()).encode()))
+
+
+KINDS: dict[str, RecordKind] = {
+    "chat": RecordKind(
+        keys=lambda data, record: (data.messages_key,),
+        read=_read_chat,
+        encode=_encode_chats,
+        texts=lambda chat: [message.get("content", "") for message in chat.messages],
+        packed=True,
+    ),
+    "response": RecordKind(
+        keys=lambda data, record: (data.prompt_key, _response_key(data, record)),
+        read=lambda data, record: (_string(record, data.prompt_key), _string(record, _response_key(data, record))),
+        encode=_encode_responses,
+        texts=list,
+        packed=True,
+    ),
+    "text": RecordKind(
+        keys=lambda data, record: (data.text_key,),
+        read=lambda data, record: _string(record, data.text_key),
+        encode=lambda tokenizer, texts: (
+            Tokens(tokenizer.bounded(tokens.ids), None, tokens.size) for tokens in encode_text(tokenizer, texts)
+        ),
+        texts=lambda text: [text],
+        packed=False,
+    ),
+}
+"""A record is of the first kind whose keys it has."""

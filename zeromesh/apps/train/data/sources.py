@@ -1,0 +1,309 @@
+"""Sources of a data set: the files that the settings name, what each holds, and which of them are held out."""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import hashlib
+import itertools
+import json
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from zeromesh.apps.train.data.hub_datasets import dataset_folder, is_dataset_id
+from zeromesh.apps.train.data.indexed import ENDINGS, MASK, file_of, prefix_of
+from zeromesh.apps.train.data.records import KINDS, kind_of
+from zeromesh.apps.train.data.text_formats import (  # fmt: skip
+    INDEXED,
+    Document,
+    cut_before,
+    format_of,
+    is_dataset,
+    is_special,
+    placed,
+    portions,
+    read_portion,
+)
+from zeromesh.checkpoint.weights.pretrained import MAIN
+from zeromesh.config.train import TextData
+
+STANDARD_LIBRARY = "python-stdlib"  # on every machine: the library of the running Python
+
+# Installed packages, tests, applications and generated tables are no text to learn from.
+NOT_LIBRARY = frozenset(
+    {"__pycache__", "dist-packages", "encodings", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests"}
+)
+RUN_FILES = frozenset({"config.json", "metrics.jsonl"})  # in the folder of a run
+DATASETS_FILE = "dataset_dict.json"  # marks a folder with one data set of datasets per split
+NAMED_FILES = 5  # in a message, at most
+LOOKED_AT = 2**24  # bytes of a .json file in which the end of its first record is looked for
+
+
+@dataclass(frozen=True)
+class Part:
+    """Files of one data set."""
+
+    name: str  # of its token files
+    wanted: str  # its sources as in the settings, for messages
+    sources: tuple[tuple[Document, ...], ...]  # documents of each source
+    fraction: float  # share that is held out: 0 for none, 1 for all
+
+    @property
+    def documents(self) -> list[Document]:
+        """Documents of all sources."""
+        return [document for source in self.sources for document in source]
+
+
+def find_documents(
+    sources: Sequence[str], suffixes: Sequence[str], output: Path | None = None, revision: str = MAIN
+) -> list[Document]:
+    """Return the files that the sources name, each once, ordered by name; ``suffixes`` select files in folders."""
+    # A file that is a source itself is used whatever its name ends in. The folder of the run is left out.
+    by_path: dict[Path, Document] = {}
+    for source in sources:
+        documents = list(_find(source, tuple(suffixes), None if output is None else output.resolve(), revision))
+        if not documents:
+            raise ValueError(_nothing_found(source, suffixes))
+        for document in documents:
+            by_path.setdefault(document.path.resolve(), document)
+    return sorted(by_path.values(), key=lambda document: (document.name, str(document.path)))
+
+
+def _find(source: str, suffixes: tuple[str, ...], output: Path | None, revision: str) -> Iterator[Document]:
+    if source == STANDARD_LIBRARY:
+        yield from _find_in_folder(Path(sysconfig.get_path("stdlib")), (".py",), NOT_LIBRARY, None)
+        return
+    path = Path(source).expanduser()
+    if is_dataset(path):
+        yield Document(path.name, path)
+    elif (path / DATASETS_FILE).is_file():
+        yield _training_split(path)
+    elif path.is_dir():
+        if path.resolve() == output:
+            raise ValueError(
+                f"run.output is the data folder {source!r} itself, where what the run writes would become text; "
+                "choose another folder with --set run.output=FOLDER"
+            )
+        yield from _find_in_folder(path, suffixes, frozenset(), output)
+    # A file that has the name of a prefix is that file: the prefix can be named by one of its own files.
+    elif (prefix := prefix_of(path)) is not None and (path.name.endswith(ENDINGS) or not path.is_file()):
+        yield Document(prefix.name, prefix)
+    elif path.is_file():
+        yield Document(path.name, path)
+    elif is_dataset_id(source):
+        yield Document(source, dataset_folder(source, revision))
+    else:
+        yield from _find_by_pattern(path, output)
+
+
+def _training_split(folder: Path) -> Document:
+    splits = sorted(path.name for path in folder.iterdir() if is_dataset(path))
+    # Only this split: the others are for tests, which must not be trained on.
+    if "train" not in splits:
+        raise ValueError(
+            f"data source {str(folder)!r} has no split 'train', but {splits}; name the folder of one of its splits"
+        )
+    return Document("train", folder / "train")
+
+
+def _find_in_folder(
+    folder: Path, suffixes: tuple[str, ...], without: frozenset[str], output: Path | None
+) -> Iterator[Document]:
+    for root, folders, files in os.walk(folder):
+        # In place, since os.walk goes into what is left in the list.
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
+        here = Path(root)
+        if here != folder and (is_dataset(here) or _is_written(here, output)):
+            folders.clear()
+            if is_dataset(here):
+                yield Document(here.relative_to(folder).as_posix(), here)
+            continue
+        for name in files:
+            path = here / name
+            if not name.startswith(".") and name.endswith(suffixes or "") and path.exists():  # not a broken link
+                yield _document(path.relative_to(folder).as_posix(), path)
+
+
+def _find_by_pattern(pattern: Path, output: Path | None) -> Iterator[Document]:
+    base = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), pattern.parts[:-1]))
+    is_written = cache(lambda folder: _is_written(folder, output))  # a folder may have very many files
+    for match in map(Path, glob.glob(str(pattern), recursive=True)):
+        name = match.relative_to(base)
+        if match.is_file() and not any(is_written(base / folder) for folder in list(name.parents)[:-1]):
+            yield _document(name.as_posix(), match)
+
+
+def _document(name: str, path: Path) -> Document:
+    """Return a file, or the data set in Megatron's format that it belongs to."""
+    for ending in ENDINGS:
+        prefix = path.with_name(path.name.removesuffix(ending))
+        prefix = prefix.with_name(prefix.name.removesuffix(MASK))
+        if prefix != path and all(file_of(prefix, other).is_file() for other in ENDINGS):
+            return Document(name[: len(name) - len(path.name)] + prefix.name, prefix)
+    return Document(name, path)
+
+
+def _is_written(folder: Path, output: Path | None) -> bool:
+    """Return whether this run or another one writes to a folder."""
+    # Logs and reports of runs in a source would become text.
+    return folder.resolve() == output or all((folder / name).is_file() for name in RUN_FILES)
+
+
+def _nothing_found(source: str, suffixes: Sequence[str]) -> str:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        wanted = f"no file whose name ends in {', '.join(suffixes)}" if suffixes else "no files"
+        return f"data folder {source!r} has {wanted}; put text there, or set data.suffixes to what your files end in"
+    if is_special(path):
+        return f"data source {source!r} is a FIFO, a socket or a device, which is read only once; write it to a file"
+    return (
+        f"data source {source!r} does not exist and matches no file; name a file, a folder, a glob pattern or "
+        f"{STANDARD_LIBRARY!r}"
+    )
+
+
+def names_of(documents: Sequence[Document]) -> str:
+    """Return the names of the first documents, for messages."""
+    names = ", ".join(document.name for document in documents[:NAMED_FILES])
+    more = len(documents) - NAMED_FILES
+    return f"{names} and {more} more" if more > 0 else names
+
+
+def look(data: TextData, part: Part, skipped: list[Document]) -> list[Document]:
+    """Return the files of a data set in order, with their kinds and shares; add unreadable ones to ``skipped``."""
+    texts, files = [], []
+    for source in part.sources:
+        kind: str | None = None
+        for document in source:
+            form = format_of(document)
+            if is_special(document.path):  # opening it might wait for ever
+                skipped.append(document)
+            elif form == INDEXED:
+                files.append(replace(document, kind=INDEXED))
+            # The first record of a source decides for all of it, so that an odd record is an error and no other kind.
+            elif form and (kind := kind or _first_kind(data, document)) is not None:
+                files.append(replace(document, kind=kind))
+            elif not form and is_text(document):
+                _require_no_records(data, document)
+                texts.append(document)
+            else:
+                skipped.append(document)
+    if not texts and not files:
+        raise ValueError(
+            f"there is no readable text in {part.wanted}: {names_of(part.documents)} "
+            f"{'is' if len(part.documents) == 1 else 'are'} empty or not UTF-8; add text, or convert it to UTF-8"
+        )
+    if texts and data.format not in (None, "text"):
+        raise ValueError(
+            f"{part.wanted} has plain text, {texts[0].path}, and data.format = {data.format!r} needs records: JSON "
+            "lines (.jsonl, .jsonl.gz), parquet, or a data set of Hugging Face; choose files with data.suffixes"
+        )
+    _require_one_kind(part, texts, files)
+    if part.fraction in (0.0, 1.0):
+        files += [replace(document, share=1.0 - part.fraction) for document in texts]
+    else:
+        for share, side in zip((1.0, 0.0), split_documents(texts, part.fraction), strict=True):
+            files += [replace(document, share=share) for document in side]
+    # In an order that depends on names only: that of a file system differs between machines.
+    return sorted(files, key=lambda file: (file.name, str(file.path), file.start))
+
+
+def is_text(document: Document) -> bool:
+    """Return whether a file can be read, is UTF-8, and has a byte that is not zero."""
+    decoder, has_text = codecs.getincrementaldecoder("utf-8")(), False
+    try:
+        with document.path.open("rb") as file:
+            while block := file.read(2**20):
+                decoder.decode(block)
+                has_text = has_text or bool(block.strip(b"\0"))  # a file after a crash may be all zeros
+        decoder.decode(b"", final=True)  # raises for half a character at the end
+    except (OSError, UnicodeDecodeError):
+        return False
+    return has_text
+
+
+def _first_kind(data: TextData, document: Document) -> str | None:
+    """Return the kind of the first record of a file; None if it has none."""
+    for portion in portions(document):
+        for number, record in read_portion(portion):
+            with placed(portion, number):
+                return kind_of(data, record)
+    return None
+
+
+def _require_one_kind(part: Part, texts: Sequence[Document], files: Sequence[Document]) -> None:
+    """Refuse a mixture of text, packed records and token files."""
+    # They become samples in different ways, and a data set has one.
+    groups = {"text": [*texts]}
+    for file in files:
+        packed = file.kind in KINDS and KINDS[file.kind].packed
+        name = INDEXED if file.kind == INDEXED else "records" if packed else "text"
+        groups.setdefault(name, []).append(file)
+    if sum(map(bool, groups.values())) > 1 or len(groups.get(INDEXED, ())) > 1:
+        names = "; ".join(f"{name}: {names_of(documents)}" for name, documents in groups.items() if documents)
+        raise ValueError(
+            f"{part.wanted} has more than one data set ({names}); name them one by one, in data.train as "
+            '{"source": ..., "weight": ...}'
+        )
+
+
+def _require_no_records(data: TextData, document: Document) -> None:
+    """Refuse a JSON file with records."""
+    # It is read as plain text, and the model would learn quotes and brackets.
+    if not document.path.name.lower().endswith(".json"):
+        return
+    with document.path.open("rb") as file:
+        # The end of what was read may be half a character.
+        text = file.read(LOOKED_AT).decode("utf-8-sig", errors="ignore").strip()
+    is_array = text.startswith("[")
+    try:
+        first, end = json.JSONDecoder().raw_decode(text.removeprefix("[").lstrip())
+        kind_of(data, first)
+    except (ValueError, RecursionError):
+        return
+    way = "let its name end in .jsonl"
+    if is_array or "\n" in text[:end]:
+        lines = f"{document.path} > {document.path.with_suffix('.jsonl')}"
+        way = f"write one record per line: jq -c '{'.[]' if is_array else '.'}' {lines}"
+    raise ValueError(
+        f"{document.path} has {'an array of records' if is_array else 'records'}, and a file that ends in .json is "
+        f"plain text; {way}; to learn it as it is written, let its name end in .txt, and to leave it out, choose "
+        "files with data.suffixes"
+    )
+
+
+def split_documents(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:
+    """Return the documents to train on and those to hold out, about ``fraction`` of them."""
+    # The hash of the name alone decides, so a document stays on its side when others come or go. If this holds out
+    # nothing, or leaves less than half of the text that should be trained on, the end of the largest document is.
+    held_out = {document for document in documents if _share(document.name) < fraction}
+    if fraction > 0 and documents:
+        size = sum(document.size for document in documents)
+        rest = size - sum(document.size for document in held_out)
+        if not held_out or rest <= (1 - fraction) * size / 2:
+            return _split_largest(documents, round(fraction * size))
+    training = [document for document in documents if document not in held_out]
+    return training, [document for document in documents if document in held_out]
+
+
+def _split_largest(documents: Sequence[Document], size: int) -> tuple[list[Document], list[Document]]:
+    """Hold out the last ``size`` bytes of the largest document, or a little more, from the start of a line."""
+    largest = max(documents, key=lambda document: document.size)
+    start, stop = largest.start, largest.start + largest.size
+    if stop - start < 2:
+        return [*documents], []
+    wanted = min(max(stop - size, start + 1), stop - 1)
+    cut = cut_before(largest.path, max(start, wanted - size), wanted)  # at most twice as much, for any length of lines
+    if cut == stop:
+        return [*documents], []
+    head = replace(largest, stop=cut)
+    return [head if document == largest else document for document in documents], [replace(largest, start=cut)]
+
+
+def _share(name: str) -> float:
+    """Return a number in [0, 1) that depends on the name only."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2.0**64

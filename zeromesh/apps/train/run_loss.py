@@ -1,0 +1,152 @@
+"""Loss of a run in training and evaluation, the score on held-out text, and trials of a model's attention."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from zeromesh import Engine
+from zeromesh.apps.train.data.ordered_loader import NO_LABEL, Batch, evaluation_batches
+from zeromesh.apps.train.data.token_store import PreparedData
+from zeromesh.apps.train.model import LanguageModel, Transformer
+from zeromesh.checkpoint.weights.export import plain_model
+from zeromesh.engine.batches import WithLoss
+from zeromesh.parallel.context.sequence_order import keep
+
+AT_ONCE = 32  # micro-batches per evaluation call: a pipeline fills and drains once for them, and holds all of them
+PROBE = 4  # tokens of each of the two documents of a trial
+
+
+@dataclass(frozen=True)
+class Weighted(WithLoss):
+    """A micro-batch whose loss is the sum over its labels, in nats, times a factor."""
+
+    batch: Batch
+    language: LanguageModel
+    engine: Engine
+    factor: float  # the same on all ranks
+
+    def loss(self, model: Callable[..., Any]) -> torch.Tensor:
+        """Return a scalar in fp32, or in fp64 for a model in fp64."""
+        logits, labels = self.language.logits(model, self.batch), self.batch.labels
+        spread = self.engine.context_parallel  # ranks over which its sequences are spread, if they are
+        # A sum over the vocabulary in 16 bits would lose most digits.
+        wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+        if spread is None:
+            return F.cross_entropy(wide, labels.flatten(), ignore_index=NO_LABEL, reduction="sum") * self.factor
+        # Ranks that share the sequences get the same scalar; the gradient of each is that of its own tokens.
+        count = int((labels != NO_LABEL).sum())
+        if not count:
+            return wide.sum() * 0  # with a graph, since all ranks must run the same backward
+        local_labels = keep(labels, spread.group.rank, spread.group.size, 1)
+        mean = spread.mean_loss(F.cross_entropy(wide, local_labels.flatten(), ignore_index=NO_LABEL), local_labels)
+        return mean * count * self.factor
+
+
+def weighted(engine: Engine, language: LanguageModel, batches: Sequence[Batch]) -> tuple[list[Weighted], int]:
+    """Return micro-batches whose mean loss in the engine is nats per label, and the labels of all ranks. Collective."""
+    world = engine.mesh.group("world")
+    counts = torch.tensor([sum(int((batch.labels != NO_LABEL).sum()) for batch in batches)])
+    # Ranks that share a batch count the same labels.
+    labels = int(world.exchange(counts).sum()) * engine.data_size // world.size
+    # The engine takes the mean over data ranks and micro-batches, which are equally many on all ranks.
+    factor = engine.data_size * len(batches) / max(1, labels)
+    return [Weighted(batch, language, engine, factor) for batch in batches], labels
+
+
+@dataclass(frozen=True)
+class Score:
+    """Evaluation on held-out text."""
+
+    loss: float  # nats per label
+    bits_per_byte: float | None  # ends of text included; None if the bytes are unknown
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out text in micro-batches of ``rows``."""
+
+    prepared: PreparedData
+    language: LanguageModel
+    rows: int
+
+    def score(self, engine: Engine, batches: int | None = None) -> Score | None:
+        """Return the score on the first ``batches`` micro-batches of every rank, or on all. Collective."""
+        total, count = 0.0, 0
+        length = self.language.sequence_length
+        local_batches = evaluation_batches(self.prepared, length, self.rows, engine.data_rank, engine.data_size)
+        local_batches = islice(local_batches, batches)
+        while some := list(islice(local_batches, AT_ONCE)):
+            micro_batches, labels = weighted(engine, self.language, some)
+            total += labels * float(engine.eval_batch(iter(micro_batches), num_micro_batches=len(some)))
+            count += labels
+        if not count:
+            return None
+        # Bytes per label are the mean over all held-out text, also if a part of it is evaluated.
+        size = self.prepared.held_out_bytes
+        labels = sum(token_set.labels for token_set in self.prepared.validation)
+        bits = total / count / math.log(2) * labels / size if size else None
+        return Score(loss=total / count, bits_per_byte=bits)
+
+
+@dataclass(frozen=True)
+class _Trial(WithLoss):
+    """Two rows of tokens, whose loss is 1 if the model's predictions for them differ in some places, else 0."""
+
+    # A loss, because the last stage of a pipeline alone has the predictions, and shares only that.
+
+    batch: Batch
+    language: LanguageModel
+    places: slice
+
+    def loss(self, model: Callable[..., Any]) -> torch.Tensor:
+        logits = self.language.logits(model, self.batch)[:, self.places].float()
+        same = torch.allclose(logits[0], logits[1], rtol=1e-3, atol=1e-4)
+        return torch.zeros((), device=logits.device) if same else torch.ones((), device=logits.device)
+
+    def differs(self, engine: Engine) -> bool:
+        """Return whether the predictions differ on some rank. Collective."""
+        return bool(engine.eval_batch(iter([self]), num_micro_batches=1))
+
+
+def require_document_attention(engine: Engine, language: LanguageModel, vocabulary: int) -> None:
+    """Raise ValueError if tokens of a document matter in the next one of its row. Collective."""
+    leaks = ValueError(
+        f"data.document_attention: {language.name} attends across documents whatever positions it is given; set it to "
+        'false, and data.packing to "pad" where records must not see each other'
+    )
+    # A trial, since rotary or learned positions alone do not show it, and not every model looks at them.
+    if isinstance(language, Transformer):
+        forward = plain_model(engine.module).forward
+        if "position_ids" not in inspect.signature(forward).parameters:
+            raise leaks
+    second = torch.arange(PROBE) % vocabulary
+    rows = [torch.cat([torch.full((PROBE,), token), second]) for token in (0, vocabulary - 1)]
+    tokens = torch.stack(rows)
+    documents = torch.tensor([0] * PROBE + [1] * PROBE).expand_as(tokens)
+    positions = torch.arange(PROBE).repeat(2).expand_as(tokens)
+    if _Trial(Batch(tokens, tokens, positions, documents), language, slice(PROBE, None)).differs(engine):
+        raise leaks
+
+
+def require_causal(engine: Engine, language: LanguageModel, vocabulary: int) -> None:
+    """Raise ValueError if a token matters to the predictions before it, as in BERT. Collective."""
+    # Such a model would learn to copy its labels.
+    tokens = torch.stack([torch.arange(PROBE) % vocabulary] * 2)
+    tokens[1, -1] = vocabulary - 1 - tokens[1, -1]
+    spread = engine.context_parallel
+    with nullcontext() if spread is None else spread.paused():  # the tokens may be too few to be spread
+        differs = _Trial(Batch(tokens, tokens), language, slice(-1)).differs(engine)
+    if differs:
+        raise ValueError(
+            f"huggingface.path: {language.name} is no causal model: what it predicts depends on later tokens; choose a "
+            "model that generates text (examples/bert_mlm.py trains on masked tokens)"
+        )

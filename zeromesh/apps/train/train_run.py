@@ -1,0 +1,209 @@
+"""``zeromesh train``: check, prepare the text, start the ranks, train, and write the report."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Literal
+
+import torch
+from rich.console import Console
+
+import zeromesh
+from zeromesh import Engine, Settings, init_distributed, launch
+from zeromesh.apps.train.check import Job, check, prepare_text
+from zeromesh.apps.train.data.ordered_loader import Share, training_batches
+from zeromesh.apps.train.data.token_store import PreparedData
+from zeromesh.apps.train.goodput import TimeLog
+from zeromesh.apps.train.loop import Loop, Progress
+from zeromesh.apps.train.metrics import MetricsLog
+from zeromesh.apps.train.model import parameter_groups
+from zeromesh.apps.train.planned import planned
+from zeromesh.apps.train.run_folder import RunFolder
+from zeromesh.apps.train.run_loss import HeldOut, require_causal, require_document_attention
+from zeromesh.apps.train.run_report import close
+from zeromesh.apps.train.screen import is_first, make_console, shown_log
+from zeromesh.apps.train.signals import forward_signals, ignore_requests
+from zeromesh.base.files import write_text
+from zeromesh.base.progress import Display
+from zeromesh.base.words import counted, scaled_text
+from zeromesh.checkpoint.copies.memory_files import discard, marked, root
+from zeromesh.checkpoint.random_state import share_random_state
+from zeromesh.comm.agreement import agree_run, world_group
+from zeromesh.comm.detect import may_restart
+from zeromesh.comm.environment import device_of_group, shutdown
+from zeromesh.comm.failure import RankFailure
+from zeromesh.config.printing import is_auto, refuse_unfilled, tell_unset
+
+
+def train(config: Path, overrides: Sequence[str], resume: bool | Literal["auto"]) -> None:
+    """Train as a JSON file and overrides such as ``run.steps=100`` say; "auto" resumes if there is a checkpoint."""
+    began = time.time()
+    ignore_requests()  # a batch system may send the signal before there is an engine
+    overrides = [*overrides, *([f"run.resume={json.dumps(resume)}"] if resume else [])]
+    loaded = Settings.load(config, overrides)
+    refuse_unfilled(config, loaded, overrides)
+    goes_on = is_auto(config, overrides, "run.resume") or may_restart()
+    settings = planned(config, overrides, _decided(loaded, goes_on))
+    if is_first():
+        tell_unset(config, settings, {}, overrides)
+    # Everything that can be refused is refused here, before the text is read and a rank is started.
+    job = check(settings)
+    try:
+        with job.folder.held(job.run.resume is True) if is_first() else nullcontext():
+            if is_first():
+                _prepare(job, make_console())
+            launch(run_rank, job.run.ranks, settings, began)
+    except (KeyboardInterrupt, RankFailure, FloatingPointError) as error:  # not ValueError: such a run has not begun
+        if is_first():
+            error.add_note(_how_to_go_on(job))
+        raise
+
+
+def _decided(settings: Settings, goes_on: bool) -> Settings:
+    """Return the settings with ``run.resume`` true or false; ``goes_on`` says that the run goes on if it can."""
+    run = settings.run
+    # A launcher that restarts ranks repeats the first command, which must then go on. All ranks see the same folder.
+    if run is None or run.resume is True or not goes_on:
+        return settings
+    folder = RunFolder(Path(run.output))
+    resume = folder.last_checkpoint is not None or folder.is_copied
+    return settings.model_copy(update={"run": run.model_copy(update={"resume": resume})})
+
+
+def _prepare(job: Job, console: Console) -> None:
+    if job.folder.metrics.exists() and job.folder.last_checkpoint is None and not job.folder.has_finished:
+        console.print(
+            f"{job.folder.path} holds a run that ended before its first checkpoint; it is started again, "
+            "and its metrics are overwritten"
+        )
+    if not job.run.resume:
+        discard(job.folder.checkpoints)  # copies in memory of a run that ended before its first checkpoint
+    console.print("reading the text")
+    console.print(_text_line(prepare_text(job, may_write=not job.run.resume, console=console)))
+
+
+def _how_to_go_on(job: Job) -> str:
+    checkpoint = job.folder.last_checkpoint
+    if (name := marked(job.folder.checkpoints)) is not None and (root() / name).is_dir():
+        return (
+            f"the memory of this node has copies of late steps ({root() / name}, to be deleted if the run is not to go "
+            "on); the same command with --resume goes on from there, or from the last checkpoint"
+        )
+    if checkpoint is not None:
+        return f"{job.folder.path} has the checkpoint {checkpoint}; the same command with --resume goes on from there"
+    every = job.run.save_every
+    return f"{job.folder.path} has no checkpoint yet, and the same command starts from the beginning; " + (
+        f"run.save_every = {every} writes the first after {counted(every, 'step')}"
+        if every
+        else "run.save_every = 0 writes none before the end"
+    )
+
+
+def _text_line(prepared: PreparedData) -> str:
+    sides = []
+    for name, parts in (("training", prepared.train), ("held out", prepared.validation)):
+        documents, tokens = sum(part.documents for part in parts), sum(part.tokens for part in parts)
+        sides.append(f"{name}: {counted(documents, 'document')} with {scaled_text(tokens)} tokens")
+    dropped = f"{prepared.dropped} longer than a sample, " if prepared.dropped else ""
+    capped = ", as many as the text gives" if prepared.capped else ""
+    return (
+        f"{'; '.join(sides)}; left out: {dropped}{prepared.skipped} empty or unreadable; "
+        f"vocabulary: {prepared.vocabulary} entries{capped}"
+    )
+
+
+def run_rank(settings: Settings, began: float) -> None:
+    """Run one rank with checked settings; ``began`` is the time of the command, in seconds since the epoch."""
+    ignore_requests()
+    job = Job.of(settings)
+    with shown_log():
+        if job.run.threads is not None:
+            torch.set_num_threads(job.run.threads)
+        init_distributed()
+        try:
+            # The first rank wrote the tokens before it came here.
+            torch.distributed.barrier()
+            prepared = prepare_text(job, may_write=False)
+            trained = prepared.tokenizer is not None and job.data.tokenizer is None
+            _train(job.with_vocabulary(prepared.vocabulary, trained), prepared, began)
+        finally:
+            shutdown()
+
+
+def _train(job: Job, prepared: PreparedData, began: float) -> None:
+    engine, cost = engine_of(job)
+    try:
+        console = make_console(quiet=engine.mesh.rank != 0)
+        changed = engine.config.model_dump(mode="json", exclude_defaults=True)
+        lines = [f"  {key}: {json.dumps(value)}" for key, value in changed.items()]
+        console.print("\n".join(["settings that differ from the defaults:", *lines]))
+        trained, every = engine.sharded.count(trained=True), engine.sharded.count()
+        part = f", {scaled_text(trained)} of them trained" if trained < every else ""
+        console.print(
+            f"{job.language.name}, {scaled_text(every)} parameters{part}, "
+            f"ranks: {engine.mesh.world_size}, ZeRO-{job.settings.zero_optimization.stage}"
+        )
+        vocabulary = job.language.vocabulary or prepared.vocabulary
+        # Trials of the sharded model, which no rank could make alone.
+        require_causal(engine, job.language, vocabulary)
+        if prepared.document_attention:
+            require_document_attention(engine, job.language, vocabulary)
+        start = Progress()
+        if job.run.resume:
+            path, state = engine.load_checkpoint(job.folder.checkpoints)
+            if job.folder.is_copied and not engine.config.checkpoint.peer_copies:
+                console.print(
+                    "checkpoint.peer_copies is 0: the run's copies in memory are not used, and go with the next save"
+                )
+            if path is None:  # of a run with copies in memory, and no checkpoint yet
+                console.print(f"{job.folder.path} has no checkpoint, and no copy in memory is whole; it begins anew")
+            else:
+                if not all(isinstance(state.get(key), int | float) for key in ("samples", "seconds")):
+                    raise ValueError(f"{path} does not say how many samples the run has taken; delete it")
+                start = Progress(engine.global_steps, int(state["samples"]), state["seconds"])
+        if engine.mesh.rank == 0:
+            # A configuration that is used again must not resume.
+            again = engine.config.model_copy(update={"run": job.run.model_copy(update={"resume": False})})
+            write_text(job.folder.config, again.to_json())
+        rows = engine.train_micro_batch_size_per_gpu()
+        with Display(console, job.run.steps) as display:
+            loop = Loop(
+                engine=engine,
+                job=job,
+                share=Share(engine.data_rank, engine.data_size, rows, engine.gradient_accumulation_steps()),
+                held_out=HeldOut(prepared, job.language, rows),
+                flops_per_token=cost,
+                metrics=MetricsLog(job.folder.metrics, start.step) if engine.mesh.rank == 0 else None,
+                display=display,
+                times=TimeLog(
+                    job.folder.times if engine.mesh.rank == 0 else None, began, start.step,
+                    again=job.run.resume is True or may_restart(), compiled=engine.compile_seconds,
+                ),
+            )  # fmt: skip
+            length, seed = job.language.sequence_length, job.settings.seed
+            batches = training_batches(prepared, length, loop.share, seed, start.samples)
+            with forward_signals(engine):
+                reached = loop.run(batches, start)
+        close(loop, began, start, reached, console)
+    finally:
+        engine.destroy()
+
+
+def engine_of(job: Job) -> tuple[Engine, float]:
+    """Return the engine of the model, and the operations per token of training."""
+    settings = job.settings
+    torch.manual_seed(settings.seed)
+    world = world_group(device_of_group(init_distributed()))
+    # If one rank cannot build the model, all end with its error instead of waiting for it.
+    model = agree_run(world, "build the model", job.language.build)
+    cost = job.language.cost(model)
+    groups = parameter_groups(model, settings)
+    engine, *_ = zeromesh.initialize(model, model_parameters=groups, config=settings)
+    # Ranks drop different activations from here on, except those that split layers and must drop the same.
+    torch.manual_seed(settings.seed + 1 + engine.mesh.rank)
+    share_random_state(engine.mesh.group("tensor"))
+    return engine, cost

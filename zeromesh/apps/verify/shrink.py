@@ -1,0 +1,207 @@
+"""The model that is compared: the user's own, or a smaller one of its architecture with the same proportions."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeromesh.apps.plan.cost.source import class_of, inputs_of
+from zeromesh.checkpoint.weights.hub_models import model_folder
+from zeromesh.checkpoint.weights.pretrained import configuration
+from zeromesh.config.settings import Settings
+from zeromesh.shard.parameters.materialise import refuse_without_values
+
+HEAD = 16  # width of a head
+VOCABULARY = 96
+EXPERTS = 4
+GROUP = 2  # heads of queries that share one of keys, at most
+LENGTH = 16  # tokens of a sample
+
+# Configurations of transformers map most names of their own, as n_embd, to the usual ones.
+LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+HEADS = ("num_attention_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
+WIDTHS = ("hidden_size", "d_model", "word_embed_proj_dim", "embedding_size")
+INNER = (
+    "intermediate_size", "n_inner", "d_ff", "ffn_dim", "hidden_dim", "ffn_hidden_size", "encoder_ffn_dim",
+    "decoder_ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size",
+)  # fmt: skip
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+
+
+@dataclass
+class Subject:
+    """A model to compare with its batch, and what was changed of the user's."""
+
+    model: nn.Module
+    batch: Any
+    changes: list[str] = field(default_factory=list)
+    ids: int = 0  # size of a smaller vocabulary; 0: as it was
+
+
+def fewest_blocks(settings: Settings, sizes: Mapping[str, int]) -> int:
+    """Return the number of blocks that a smaller model has at least: one for each stage, and two."""
+    chunks = settings.pipeline.chunks
+    return max(2, sizes["pipeline"] * (chunks or 2) if sizes["pipeline"] > 1 else 2)
+
+
+def subject_of(
+    model: nn.Module | str | Path, batch: Any, sizes: Mapping[str, int], blocks: int, whole: bool
+) -> Subject:  # fmt: skip
+    """Return what is compared for a model or its name.
+
+    Args:
+        model: a module, a folder of transformers or its config.json, or ``package.module:function``.
+        batch: one micro-batch; None takes the function's, or makes ids, labels or images for a model of transformers.
+        sizes: ranks by axis, which a smaller model has to be divisible by.
+        blocks: stages that a smaller model needs blocks for, at least.
+        whole: compare the model as it is.
+
+    Raises:
+        ValueError: there is no such model, or no batch for it.
+    """
+    if isinstance(model, nn.Module):
+        source = model
+    else:
+        source, own_batch = _named(str(model))
+        batch = own_batch if batch is None else batch
+    config = source if not isinstance(source, nn.Module) else getattr(source, "config", None)
+    # A class of transformers that makes its model from this configuration alone.
+    from_config = hasattr(config, "to_dict") and (
+        config is source or getattr(source, "config_class", None) is type(config)
+    )
+    changes: list[str] = []
+    ids = 0
+    if from_config and not whole:
+        smaller = _smaller(config, sizes, blocks, changes)
+        kind = class_of(config) if not isinstance(source, nn.Module) else type(source)
+        try:
+            source, config = kind(smaller), smaller
+            ids = getattr(smaller.get_text_config(), "vocab_size", 0)
+        except (ValueError, TypeError, RuntimeError, AssertionError, KeyError, IndexError) as error:
+            changes[:] = [f"not made smaller: {type(error).__name__}: {error}".splitlines()[0]]
+    if not isinstance(source, nn.Module):
+        source = class_of(config)(copy.deepcopy(config))
+    if batch is None:
+        if not from_config:
+            raise ValueError(
+                f"there is no batch for {type(source).__name__}; pass one micro-batch, or name a function that returns "
+                "the model and a batch"
+            )
+        batch, ids = default_batch(type(source), config, lcm(2 * sizes["context"], sizes["tensor"])), 0
+    refuse_without_values(source)
+    return Subject(source, batch, changes, ids)
+
+
+def _named(name: str) -> tuple[Any, Any]:
+    """Return the configuration of a folder, or the model that a function returns; and a batch or None."""
+    path = Path(name)
+    if path.exists() or ":" not in name:
+        folder = path if path.exists() else model_folder(name, weights=False)
+        if not folder.exists():
+            raise ValueError(
+                f"model {name!r} is no folder, no file and no function; name a folder with a config.json of "
+                "transformers, or package.module:function"
+            )
+        return configuration(folder.parent if folder.is_file() else folder)[0], None
+    module, _, function = name.partition(":")
+    sys.path.insert(0, "")  # as `python -m` finds a user's module
+    try:
+        make = getattr(import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"model {name!r} cannot be imported ({error}); name package.module:function") from None
+    finally:
+        sys.path.remove("")
+    result = make()
+    model, batch = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{name} returned a {type(model).__name__}; return a module, or a module and a micro-batch")
+    return model, batch
+
+
+def default_batch(kind: type[nn.Module], config: Any, multiple: int) -> Any:
+    """Return a micro-batch of two samples of the kinds of tensors that a class of transformers takes."""
+    length = -(-LENGTH // multiple) * multiple
+    generator = torch.Generator().manual_seed(1)
+    entries = getattr(config.get_text_config(), "vocab_size", 2)
+    tensors = {}
+    for name, like in inputs_of(kind, config)(2, length).items():
+        if like.is_floating_point():
+            tensors[name] = torch.randn(like.shape, generator=generator)
+        else:
+            is_class = kind.__name__.endswith("Classification") and (like.ndim == 1 or name == "labels")
+            below = min(entries, int(getattr(config, "num_labels", entries))) if is_class else entries
+            tensors[name] = torch.randint(below, like.shape, generator=generator)
+    return tensors
+
+
+def _smaller(config: Any, sizes: Mapping[str, int], blocks: int, changes: list[str]) -> Any:
+    """Return a copy of a configuration of transformers with fewer and narrower layers; note the changes."""
+    small = copy.deepcopy(config)
+    for part in (small, *(getattr(small, name) for name in getattr(small, "sub_configs", {}))):
+        if hasattr(part, "to_dict"):
+            _shrink(part, sizes, blocks, changes)
+    return small
+
+
+def _shrink(config: Any, sizes: Mapping[str, int], blocks: int, changes: list[str]) -> None:
+    def number(*names: str) -> int:
+        return next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)
+
+    def change(names: Sequence[str], value: int) -> None:
+        for name in names:
+            if (old := number(name)) > value > 0:
+                setattr(config, name, value)
+                if (note := f"{name} {old} -> {value}") not in changes:
+                    changes.append(note)
+
+    change(LAYERS, blocks)
+    for name in ("layer_types", "mlp_layer_types"):
+        if isinstance(kinds := getattr(config, name, None), list):
+            setattr(config, name, kinds[: number("num_hidden_layers") or blocks])
+    unit = max(2, sizes["tensor"] * sizes["context"])
+    heads = number(*HEADS)
+    keys = number("num_key_value_heads") or heads
+    # As many as the ranks divide if the user's were; others stay, and the engine says what it says of them.
+    if heads and heads % keys == 0 and keys % unit == 0:
+        heads = unit * min(heads // keys, GROUP)
+        change(("num_key_value_heads",), unit)
+        change(HEADS, heads)
+    if heads and number(*WIDTHS) > heads * HEAD:
+        change(WIDTHS, heads * HEAD)
+        change(("head_dim", "d_kv"), HEAD)
+        change(INNER, 2 * heads * HEAD)
+        # Factors of rotary embeddings: one for each pair of a head's entries.
+        rope = getattr(config, "rope_parameters", None) or {}
+        for name in ("short_factor", "long_factor"):
+            if isinstance(rope.get(name), list):
+                rope[name] = rope[name][: int(HEAD * rope.get("partial_rotary_factor", 1.0)) // 2]
+    change(EXPERT_COUNTS, EXPERTS)
+    entries = VOCABULARY + number("vocab_size") % sizes["tensor"]
+    if number("vocab_size") > entries:
+        change(("vocab_size",), entries)
+        for name in TOKENS:
+            if number(name) >= VOCABULARY:
+                setattr(config, name, 0)
+
+
+def without_dropout(model: nn.Module) -> bool:
+    """Set all dropout of a model, rates of its modules and their configurations, to zero; return whether any was."""
+    any_set = False
+    for module in model.modules():
+        for owner in (module, getattr(module, "config", None)):
+            for name, value in list(getattr(owner, "__dict__", {}).items()):
+                is_rate = "drop" in name.lower() or (name == "p" and "drop" in type(module).__name__.lower())
+                if is_rate and isinstance(value, float) and value > 0:
+                    setattr(owner, name, 0.0)
+                    any_set = True
+    return any_set

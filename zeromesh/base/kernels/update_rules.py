@@ -1,0 +1,162 @@
+"""The update rules of the kernel, as rows of a table, and which optimizers they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+
+Group = Mapping[str, Any]  # hyperparameters as an optimizer's `param_groups` hold them
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """A row of the table."""
+
+    code: int  # the rule's number in native.h
+    # Names of the states that an optimizer of torch keeps with this group, in the kernel's order.
+    states: Callable[[Group], tuple[str, ...]]
+    # What the kernel computes with, from a group and the number of the step, the first being 1.
+    row: Callable[[Group, int], dict[str, float]]
+
+
+def _adam(group: Group, step: int) -> dict[str, float]:
+    """Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015)."""
+    beta1, beta2 = map(float, group["betas"])
+    return {
+        "step": -(float(group["lr"]) / (1 - beta1**step)),
+        "weight1": 1 - beta1,
+        "beta2": beta2,
+        "weight2": 1 - beta2,
+        "root": (1 - beta2**step) ** 0.5,
+        "eps": float(group["eps"]),
+        "weight_decay": float(group["weight_decay"]),
+    }
+
+
+def _adamw(group: Group, step: int) -> dict[str, float]:
+    """Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019)."""
+    return _adam(group, step) | _decoupled(group)
+
+
+def _decoupled(group: Group) -> dict[str, float]:
+    return {"weight_decay": 0.0, "decay": 1 - float(group["lr"]) * float(group["weight_decay"])}
+
+
+def _sgd(group: Group, step: int) -> dict[str, float]:
+    """With torch's momentum, which begins as the first gradient."""
+    return {
+        "step": -float(group["lr"]),
+        "weight_decay": float(group["weight_decay"]),
+        "momentous": float(group["momentum"]) != 0,
+        "first": step == 1,
+        "nesterov": bool(group["nesterov"]),
+        "beta2": float(group["momentum"]),
+        "weight2": 1 - float(group["dampening"]),
+    }
+
+
+def _lion(group: Group, step: int) -> dict[str, float]:
+    """Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023)."""
+    weight, decay = map(float, group["betas"])
+    return {"step": -float(group["lr"]), "weight1": weight, "weight2": 1 - decay} | _decoupled(group)
+
+
+def _adagrad(group: Group, step: int) -> dict[str, float]:
+    """Duchi et al., "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization" (2011)."""
+    return {
+        "step": -(float(group["lr"]) / (1 + (step - 1) * float(group["lr_decay"]))),
+        "weight_decay": float(group["weight_decay"]),
+        "eps": float(group["eps"]),
+    }
+
+
+RULES: dict[str, UpdateRule] = {
+    "adam": UpdateRule(0, lambda group: ("exp_avg", "exp_avg_sq"), _adam),
+    "adamw": UpdateRule(0, lambda group: ("exp_avg", "exp_avg_sq"), _adamw),
+    "sgd": UpdateRule(1, lambda group: ("momentum_buffer",) if float(group["momentum"]) else (), _sgd),
+    "lion": UpdateRule(2, lambda group: ("exp_avg",), _lion),
+    "adagrad": UpdateRule(3, lambda group: ("sum",), _adagrad),
+}
+
+# Full names of classes, as this layer knows none of ZeroMesh's own. A subclass may compute something else.
+_OPTIMIZERS: dict[str, str] = {
+    "torch.optim.adam.Adam": "adam",
+    "torch.optim.adamw.AdamW": "adamw",
+    "torch.optim.sgd.SGD": "sgd",
+    "torch.optim.adagrad.Adagrad": "adagrad",
+    "zeromesh.shard.optim.lion.Lion": "lion",
+}
+
+_REFUSED = ("amsgrad", "differentiable", "capturable")
+
+
+# Torch puts a wrapper of this code around the ``step`` of a class when its first object is made.
+_HOOKED = Optimizer.profile_hook_step(len).__code__
+
+# What an optimizer computes does not depend on these.
+_BESIDE = frozenset({"zero_grad", "add_param_group", "state_dict", "load_state_dict"})
+
+
+def update_class(optimizer: Optimizer | type[Optimizer]) -> type[Optimizer]:
+    """Return the class that computes what an optimizer does: its own, or a base if that only gets a constructor.
+
+    It is ``Optimizer``, which computes nothing, where an object has a method of its own, such as a patched ``step``.
+    """
+    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if isinstance(optimizer, Optimizer) and any(_is_replaced(optimizer, name) for name in vars(optimizer)):
+        return Optimizer
+    # Those of torch and ours are known one by one: torch's AdamW is an Adam with another constructor.
+    while not cls.__module__.startswith(("torch.optim.", "zeromesh.shard.optim.")) and len(cls.__bases__) == 1:
+        base: Any = cls.__bases__[0]
+        methods = {name: value for name, value in vars(cls).items() if callable(value) or hasattr(value, "__get__")}
+        overrides = [name for name, value in methods.items() if _is_method(name) and not _is_same(value, base, name)]
+        if overrides not in ([], ["__init__"]):
+            break
+        cls = base
+    return cls
+
+
+def _is_method(name: str) -> bool:
+    return name not in ("__dict__", "__weakref__", "__module__", "__annotations__", "__annotate__", "__annotate_func__")
+
+
+def _is_same(method: Any, base: type, name: str) -> bool:
+    """Return whether a method is that of ``base``, apart from torch's wrapper; other wrappers may compute more."""
+    if not hasattr(base, name):
+        return False
+    layers = [method, getattr(base, name)]
+    for place, layer in enumerate(layers):
+        while getattr(layer, "__code__", None) is _HOOKED:
+            layer = layer.__wrapped__
+        layers[place] = layer
+    return layers[0] is layers[1]
+
+
+def _is_replaced(optimizer: Optimizer, name: str) -> bool:
+    """Return whether an attribute of an optimizer stands in for a method, and is no wrapper that only counts steps."""
+    cls, method = type(optimizer), vars(optimizer)[name]
+    if name in _BESIDE or not (callable(method) and callable(getattr(cls, name, None))):
+        return False
+    # Torch's schedules put one around the step that was there before, and an engine does.
+    while hasattr(method, "_wrapped_by_lr_sched") or hasattr(method, "updates_engine"):
+        inner = method.__wrapped__
+        if inner is getattr(cls, name):
+            return False
+        method = inner
+    return True
+
+
+def rule_of(optimizer: Optimizer | type[Optimizer], group: Group) -> str | None:
+    """The name of the rule that updates a group as an optimizer, or one of a class, does; None where no rule does.
+
+    The kernel has no ``amsgrad``, ``differentiable`` and ``capturable``, and no subclasses of the optimizers that have
+    more than a constructor. Which of torch's forms (``foreach``, ``fused``) a group asks for does not matter.
+    """
+    cls = update_class(optimizer)
+    name = _OPTIMIZERS.get(f"{cls.__module__}.{cls.__qualname__}")
+    if name is None or any(group.get(key) for key in _REFUSED):
+        return None
+    return "adamw" if name == "adam" and group.get("decoupled_weight_decay") else name

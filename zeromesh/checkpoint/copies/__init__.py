@@ -1,0 +1,1 @@
+"""Copies of checkpoints in the memory of other nodes, and writing in the background."""

@@ -1,0 +1,109 @@
+"""Formats of checkpoints, and which one a folder or a file is of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from zeromesh.base.files import read_text
+from zeromesh.checkpoint.checkpoint_folder import locate
+from zeromesh.checkpoint.manifest import MANIFEST
+
+
+class CheckpointFormat(NamedTuple):
+    """One format: how it is called, by which files it is known, and the module that reads and writes it."""
+
+    name: str
+    title: str
+    pattern: str  # of a file in its folder; the first that is there tells the format
+    module: str
+    in_file: bool = False  # the checkpoint is that file alone
+    numbers: bool = False  # the optimizer may number its parameters, whose names a model tells
+
+
+FORMATS: tuple[CheckpointFormat, ...] = (
+    CheckpointFormat("zeromesh", "a checkpoint of ZeroMesh", MANIFEST, "zeromesh_format"),
+    CheckpointFormat("deepspeed-universal", "a DeepSpeed universal checkpoint", "zero/optimizer_state.pt", "universal"),
+    CheckpointFormat("deepspeed", "a DeepSpeed ZeRO checkpoint", "*zero_pp_rank_*_optim_states.pt", "deepspeed"),
+    CheckpointFormat(
+        "deepspeed-plain", "a DeepSpeed checkpoint without ZeRO", "mp_rank_*_model_states.pt", "deepspeed", numbers=True
+    ),
+    CheckpointFormat("megatron", "a Megatron-Core checkpoint (torch_dist)", "common.pt", "megatron"),
+    CheckpointFormat("dcp", "a distributed checkpoint of torch", ".metadata", "torch_distributed", numbers=True),
+    CheckpointFormat("hf", "a folder of safetensors", "model.safetensors*", "huggingface_weights"),
+    CheckpointFormat(
+        "lightning", "a Lightning checkpoint", "*.ckpt", "lightning_checkpoints", in_file=True, numbers=True
+    ),
+)
+"""Formats that are read, the more specific first."""
+
+_LATEST = ("latest_universal", "latest", "latest_checkpointed_iteration.txt")
+"""Files in a folder of checkpoints that name one of them."""
+
+RUN = "checkpoints"
+"""Folder of the checkpoints of a run of ``zeromesh train``."""
+
+
+def detect(path: Path, tag: str | None = None) -> tuple[CheckpointFormat, Path] | None:
+    """Return the format of a checkpoint, and its own folder or file; None if it is of no known format.
+
+    Args:
+        path: a checkpoint, a folder of checkpoints with a file that names the latest, or the folder of a run.
+        tag: the name of a checkpoint in the folder.
+    """
+    for folder in _candidates(path, tag):
+        for one in FORMATS:
+            if folder.is_dir() and any(folder.glob(one.pattern)):
+                return one, folder
+            if folder.is_file() and folder.match(one.pattern):
+                return one, folder if one.in_file else folder.parent
+    return None
+
+
+def _only(files: list[Path]) -> Path:
+    """Return the file that is meant of several."""
+    chosen = [path for path in files if path.stem == "last"] or files
+    if len(chosen) > 1:
+        names = ", ".join(path.name for path in chosen[:3])
+        raise ValueError(f"{files[0].parent} has {len(chosen)} checkpoints ({names}); name one of these files")
+    return chosen[0]
+
+
+def _candidates(path: Path, tag: str | None) -> Iterator[Path]:
+    """Yield the places where a checkpoint of a path may be."""
+    folders = (path, path / RUN)
+    if tag is not None:
+        yield from (locate(folder, tag) for folder in folders)
+        return
+    for folder in folders:
+        for file in (folder / name for name in _LATEST):
+            if file.is_file():
+                named = read_text(file, errors="replace").strip()
+                # Megatron's file, the only .txt, has the bare number of its iteration.
+                yield locate(folder, f"iter_{named:0>7}" if file.suffix else named)
+    # Last: beside checkpoints there may be an exported model.
+    yield path
+
+
+def require_format(path: Path, tag: str | None) -> tuple[CheckpointFormat, Path]:
+    """Return what ``detect`` finds; raise ValueError, with what was looked for, if that is nothing."""
+    found = detect(path, tag) if path.exists() else None
+    if found is None:
+        looked = "; ".join(f"{one.title} ({one.pattern})" for one in FORMATS)
+        what = "does not exist" if not path.exists() else "has no checkpoint" + (f" {tag!r}" if tag else "")
+        raise ValueError(f"{str(path)!r} {what}; looked for {looked}. Name a folder that has one of these files")
+    one, place = found
+    return one, _only(sorted(place.glob(one.pattern))) if one.in_file and place.is_dir() else place
+
+
+def foreign(path: Path, tag: str | None) -> str | None:
+    """Return the remedy where a folder has a checkpoint of another library; None otherwise."""
+    found = detect(path, tag)
+    # Weights alone are no checkpoint of a run, which may keep its first one beside them.
+    if found is None or found[0].name in ("zeromesh", "hf"):
+        return None
+    return (
+        f"{found[1]} is {found[0].title}: run `zeromesh convert {path} FOLDER` first, which writes one that loads on "
+        "any number of ranks at any ZeRO stage, and load FOLDER"
+    )

@@ -1,0 +1,252 @@
+"""Distributed checkpoints of torch (DCP), with the state dicts of plain models, FSDP2, and scripts around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from zeromesh.base.buffer_memory import is_extra
+from zeromesh.base.files import inside, open_regular
+from zeromesh.checkpoint.formats.form import Contents, StoredRange, group_options, plain_number, tensors, whole
+from zeromesh.checkpoint.formats.lightning_checkpoints import IsTrained, names_by_number
+from zeromesh.checkpoint.formats.pickles import read_metadata, read_tensors
+
+INDEX = ".metadata"
+
+# Names under which scripts keep the model, and the number of updates.
+_MODELS, _STEPS = ("model", "state_dict", "module"), ("step", "steps", "global_step", "global_steps", "iteration")
+
+_POSITIONS = frozenset({"last_epoch", "last_batch_iteration"})
+"""Keys of schedules' states, of torch and of DeepSpeed."""
+
+# Torch loads only groups that have all options of its optimizers, and other libraries lack these.
+_DEFAULTS = {
+    "foreach": None, "fused": None, "capturable": False, "differentiable": False, "maximize": False, "amsgrad": False,
+    "decoupled_weight_decay": True,
+}  # fmt: skip
+
+Keys = tuple[Any, ...]
+"""Keys from the root of a nested state dict to a value."""
+
+
+def entries(folder: Path) -> dict[Keys, list[StoredRange] | Callable[[], Any]]:
+    """Return the parts of each tensor, and a reader of each other value, by their path."""
+    index = read_metadata(folder / INDEX)
+    stored = {(key.fqn, tuple(key.offset or ())): info for key, info in index.storage_data.items()}
+    paths = index.planner_data if isinstance(index.planner_data, dict) else {}
+    found: dict[Keys, list[StoredRange] | Callable[[], Any]] = {}
+    for name, entry in index.state_dict_metadata.items():
+        path = tuple(paths.get(name, (name,)))
+        try:
+            if isinstance(entry, TensorStorageMetadata):
+                found[path] = [
+                    _part(folder, entry, chunk, stored[name, tuple(chunk.offsets)]) for chunk in entry.chunks
+                ]
+            else:
+                found[path] = partial(_load, folder, stored[name, ()])
+        except KeyError:
+            raise ValueError(f"{folder / INDEX} names no place of {name}; copy the checkpoint again") from None
+    return found
+
+
+def _part(folder: Path, entry: Any, chunk: Any, info: Any) -> StoredRange:
+    place = tuple(chunk.offsets), tuple(chunk.sizes)
+    count = torch.Size(chunk.sizes).numel()
+    return StoredRange("", tuple(entry.size), entry.properties.dtype, 0, count, partial(_load, folder, info), *place)
+
+
+def _load(folder: Path, info: Any) -> Any:
+    """Return what lies in a range of a file."""
+    # An index could name any file of the machine.
+    path = inside(folder, info.relative_path, f"a file in {folder / INDEX}")
+    if not path.is_file():
+        raise ValueError(f"{folder / INDEX} needs {info.relative_path}, which is not in {folder}; copy it again")
+    if info.transform_descriptors:
+        transforms = ", ".join(info.transform_descriptors)
+        raise ValueError(f"{path} is transformed ({transforms}); load it with torch, and save it without")
+    with open_regular(path) as file:
+        file.seek(info.offset)
+        data = file.read(info.length)
+    if len(data) < info.length:
+        raise ValueError(f"{path} is cut off after {info.offset + len(data):,} bytes; copy it again")
+    return read_tensors(path, data)
+
+
+def read(folder: Path, is_trained: IsTrained = bool) -> Contents:
+    """Return the contents of a distributed checkpoint."""
+    contents = Contents("a distributed checkpoint of torch")
+    states: dict[Any, dict[str, Any]] = {}  # by parameter, then by key
+    groups: dict[Any, dict[str, Any]] = {}  # by number; where states are flattened, by parameter
+    models: dict[Keys, dict[str, list[StoredRange]]] = {}  # by the path of the state dict, then by name
+    tree: dict[Any, Any] = {}
+    for path, value in entries(folder).items():
+        kind, *place = _place(path)
+        if (at := next((at for at, key in enumerate(path) if is_extra(str(key))), None)) is not None:
+            set_element(contents.extra, path[at:], whole(value) if isinstance(value, list) else value())
+        elif kind == "state":
+            states.setdefault(place[0], {})[place[1]] = value
+        elif kind == "param_groups":
+            groups.setdefault(place[0], {})[place[1]] = _value(value)
+        elif isinstance(value, list) and value[0].shape:
+            models.setdefault(path[:-1], {})[str(path[-1])] = value
+        else:
+            inner = tree
+            for key in path[:-1]:
+                inner = inner.setdefault(key, {})
+            inner[path[-1]] = _value(value)
+    model = _choose_model(contents, models)
+    for name, parts in model.items():
+        contents.parts += [part.renamed(f"parameter/{name}") for part in parts if part.stop]
+    shapes = {name: parts[0].shape for name, parts in model.items() if is_trained(name) is not None}
+    _add_optimizer(contents, shapes, states, groups, is_trained)
+    _add_values(contents, tree)
+    return contents
+
+
+def _place(path: Keys) -> tuple[Any, ...]:
+    """Return what a path leads to: a state by parameter and key, an option of a group, or another value."""
+    for kind in ("state", "param_groups"):
+        if kind in path[:-2]:
+            at = path.index(kind) + 1
+            # An option may itself be a container, whose items are values of their own.
+            return kind, path[at], str(path[at + 1]) if kind == "state" else ".".join(map(str, path[at + 1 :]))
+        # With flatten_optimizer_state_dict all keys are in one: state.NAME.KEY.
+        if str(path[-1]).startswith(f"{kind}."):
+            name, _, key = str(path[-1]).removeprefix(f"{kind}.").rpartition(".")
+            return kind, name, key
+    return ("",)
+
+
+def _value(value: Any) -> Any:
+    """Return a value that is no tensor of the checkpoint."""
+    return value[0].read() if isinstance(value, list) else value()
+
+
+def _choose_model(
+    contents: Contents, models: Mapping[Keys, dict[str, list[StoredRange]]]
+) -> dict[str, list[StoredRange]]:
+    """Return the model's state dict; others, as of averaged weights, are noted."""
+    named = [path for path in models if path and path[-1] in _MODELS]
+    chosen = named[0] if named else max(models, key=lambda path: len(models[path]), default=())
+    for path in models:
+        if path != chosen:
+            contents.left.append(f"{len(models[path])} tensors under {'.'.join(map(str, path)) or 'no name'!r}")
+    return models.get(chosen, {})
+
+
+def _add_optimizer(
+    contents: Contents, shapes: Mapping[str, tuple[int, ...]], states: Mapping[Any, dict[str, Any]],
+    groups: Mapping[Any, dict[str, Any]], is_trained: IsTrained,
+) -> None:  # fmt: skip
+    found = [groups[number] for number in sorted(groups, key=str)]
+    if found and not any("params" in group for group in found):  # flattened: the options of each parameter
+        alike: dict[str, dict[str, Any]] = {}
+        for name, group in groups.items():
+            alike.setdefault(repr(group), {**group, "params": []})["params"].append(name)
+        found = list(alike.values())
+    members = [group.get("params", []) for group in found]
+    names = {name: name for one in members for name in one}
+    if any(isinstance(name, int) for name in names):
+        like = {
+            n: v[0].shape for n, state in states.items() for v in state.values() if isinstance(v, list) and v[0].shape
+        }
+        names = names_by_number(shapes, found, like, is_trained)
+    contents.take(groups=[group_options(group) for group in found])
+    for number, one in enumerate(members):
+        contents.members.update({names[name]: number for name in one})
+    for name, state in states.items():
+        own = names.get(name, name)
+        for key, value in state.items():
+            if isinstance(value, list) and value[0].shape:
+                contents.parts.extend(part.renamed(f"optimizer/{key}/{own}") for part in value if part.stop)
+            else:
+                contents.add_state(own, key, _value(value))
+
+
+def _add_values(contents: Contents, tree: dict[Any, Any]) -> None:
+    """Take the number of updates, the scheduler, and the user's values."""
+    for key, value in list(tree.items()):
+        if contents.scheduler is None and isinstance(value, dict) and _POSITIONS & value.keys():
+            contents.take(scheduler=(tree.pop(key), None))
+    steps = [number for key in _STEPS if isinstance(number := plain_number(tree.get(key)), int)]
+    done = [int(plain_number(numbers["step"])) for numbers in contents.numbers.values() if "step" in numbers]
+    contents.take(
+        progress={"global_steps": steps[0] if steps else max(done, default=0)},
+        client={str(key): value for key, value in tree.items() if key not in _STEPS},
+    )
+
+
+class _Lazy(DefaultSavePlanner):
+    """Plan over tensors without memory, each of which is read when it is written."""
+
+    def __init__(self, reads: Mapping[str, Callable[[], torch.Tensor]], advance: Callable[[int], None]) -> None:
+        super().__init__()
+        self._reads, self._advance, self._last = reads, advance, torch.empty(0)
+
+    def lookup_object(self, index: Any) -> Any:
+        """Return the values of a tensor, or another object."""
+        found = super().lookup_object(index)
+        if isinstance(found, torch.Tensor) and found.is_meta:
+            # Torch keeps all tensors of a file until it is complete, but the one before is written by now.
+            self._last.untyped_storage().resize_(0)
+            found = self._last = self._reads[index.fqn]().clone()
+            self._advance(found.nbytes)
+        return found
+
+
+def write(contents: Contents, folder: Path, advance: Callable[[int], None]) -> Path:
+    """Write a checkpoint as ``torch.distributed.checkpoint`` loads it into a plain model and its optimizer.
+
+    It holds ``model``, ``optimizer`` (as ``get_optimizer_state_dict`` names it), ``step``, and ``lr_scheduler``.
+    """
+    model: dict[str, Any] = {}
+    states: dict[str, dict[str, Any]] = {}
+    reads: dict[str, Callable[[], torch.Tensor]] = {}
+    for kind, name, parts in tensors(contents):
+        like = torch.empty(parts[0].shape, dtype=parts[0].dtype, device="meta")
+        if kind == "optimizer":
+            key, name = name.split("/", 1)
+            states.setdefault(name, {})[key] = like
+            reads[f"optimizer.state.{name}.{key}"] = partial(whole, parts)
+        else:
+            model[name], reads[f"model.{name}"] = like, partial(whole, parts)
+    model |= contents.extra
+    for name, own in contents.tied.items():
+        if own in model:
+            model[name], reads[f"model.{name}"] = model[own], reads[f"model.{own}"]
+    for name, numbers in contents.numbers.items():
+        states.setdefault(name, {}).update(numbers)
+    held: dict[str, Any] = {"model": model, "step": contents.progress.get("global_steps", 0)}
+    if contents.groups:
+        held["optimizer"] = {"state": states, "param_groups": [_DEFAULTS | group for group in named_groups(contents)]}
+    if contents.scheduler is not None:
+        held["lr_scheduler"] = dict(contents.scheduler[0])
+    writer = FileSystemWriter(folder, thread_count=1)
+    try:
+        save(held, storage_writer=writer, planner=_Lazy(reads, advance), no_dist=True)
+    except CheckpointException as error:  # torch's, around the reason
+        raise next(iter(error.failures.values()))[0] from None
+    return folder
+
+
+def named_groups(contents: Contents) -> list[dict[str, Any]]:
+    """Return the parameter groups with the names of their parameters; raise ValueError if those are not known."""
+    if len(contents.groups) > 1 and not contents.members:
+        raise ValueError(
+            f"{contents.source} does not say which of its {len(contents.groups)} parameter groups a parameter is in; "
+            "save it anew with this version, or pass --weights-only"
+        )
+    return [
+        {**group, "params": [name for name, own in contents.members.items() if own == number]}
+        for number, group in enumerate(contents.groups)
+    ]

@@ -1,0 +1,1 @@
+"""Weights of whole models: read, written, converted and quantized."""

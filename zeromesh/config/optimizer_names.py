@@ -1,0 +1,89 @@
+"""Optimizers and schedules that a configuration may name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from zeromesh.base.words import nearest, public_classes, show
+
+OPTIMIZERS = ("adam", "adamw", "lamb", "lion", "adagrad", "sgd", "muon")  # ours, in any letter case
+SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest", "WSD")  # ours, in any case
+
+
+class Counterpart(NamedTuple):
+    """The optimizer here that makes the same update as one of DeepSpeed, without its approximations."""
+
+    name: str
+    why: str
+    without: tuple[str, ...] = ()  # arguments that it has no use for
+    params: Mapping[str, Any] = MappingProxyType({})  # arguments that it needs
+
+
+_FUSED = "torch's fused update is used if it exists"
+_WIRE = "gradients are exact, and sent in 16 bits with fp16 or bf16"
+_BIAS = "torch's Adam always corrects the bias of its moments"
+_MUP = "pass parameter groups with muP's learning rates to initialize"
+_COMPRESSION = (
+    "freeze_step", "cuda_aware", "comm_backend_name", "var_freeze_step", "var_update_scaler", "local_step_scaler",
+    "local_step_clipper", "pipeline_enable_split",
+)  # fmt: skip
+_LAMB = ("coeff_beta", "factor_max", "factor_min", "factor_threshold")
+
+# Adam of the package mup is torch's, whose weight decay is part of the gradient.
+_ROWS = (
+    ("fusedadam cpuadam deepspeedcpuadam", Counterpart("adam", _FUSED)),
+    ("fusedlamb", Counterpart("lamb", _FUSED)),
+    ("fusedlion cpulion deepspeedcpulion", Counterpart("lion", _FUSED)),
+    ("cpuadagrad deepspeedcpuadagrad", Counterpart("adagrad", _FUSED)),
+    ("onebitadam zerooneadam", Counterpart("adam", f"{_WIRE}; {_BIAS}", (*_COMPRESSION, "bias_correction"))),
+    ("onebitlamb", Counterpart("lamb", _WIRE, _COMPRESSION + _LAMB)),
+    ("muadam", Counterpart("adam", _MUP, params={"adam_w_mode": False})),
+    ("muadamw", Counterpart("adamw", _MUP)),
+    ("musgd", Counterpart("sgd", _MUP)),
+)
+EXACT_OPTIMIZERS = {name: row for names, row in _ROWS for name in names.split()}
+"""Optimizers of DeepSpeed that are not here, in lower case, to what to use instead."""
+
+
+GONE_PARTITIONS = {"time": "use best, which balances counted operations, or list the first block of each stage"}
+"""Values of ``pipeline.partition`` that earlier versions had, and what to use instead."""
+
+
+def check_partition(value: str | list[int]) -> str | list[int]:
+    """Return ``value``. Raise ValueError, with the remedy, if it is one of earlier versions."""
+    if isinstance(value, str) and value in GONE_PARTITIONS:
+        raise ValueError(f"is not available; {GONE_PARTITIONS[value]}")
+    return value
+
+
+def check_optimizer(name: str) -> str:
+    """Return ``name``. Raise ValueError, with a suggestion, if there is no such optimizer."""
+    # Imported late, because the command line reads settings before anything needs torch.
+    import torch
+
+    row = EXACT_OPTIMIZERS.get(name.lower())
+    if row is not None:
+        raise ValueError(f"is not available; use {row.name}: {row.why}")
+    return _check(name, OPTIMIZERS, public_classes(torch.optim, torch.optim.Optimizer), "torch.optim")
+
+
+def check_scheduler(name: str) -> str:
+    """Return ``name``. Raise ValueError, with the remedy, if there is no such schedule or it needs a metric."""
+    from torch.optim import lr_scheduler
+
+    if name.lower() == "reducelronplateau":
+        raise ValueError(
+            "needs a metric in every step, which the engine does not have; leave the scheduler out, make one over the "
+            "optimizer that initialize returns, and call its step(metric) yourself"
+        )
+    return _check(name, SCHEDULERS, public_classes(lr_scheduler, lr_scheduler.LRScheduler), "torch.optim.lr_scheduler")
+
+
+def _check(name: str, ours: tuple[str, ...], theirs: dict[str, type], module: str) -> str:
+    if name.lower() in {*map(str.lower, ours), *theirs}:
+        return name
+    suggestion = nearest(name, (*ours, *(cls.__name__ for cls in theirs.values())))
+    remedy = f"did you mean {show(suggestion)}?" if suggestion else "choose one of them"
+    raise ValueError(f"must be one of {', '.join(ours)}, or a class of {module}; {remedy}")

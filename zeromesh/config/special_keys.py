@@ -1,0 +1,257 @@
+"""Special keys by dotted path; the path of a section speaks for all keys in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zeromesh.base.words import show
+
+UNSET = "auto"
+"""The value that means: as if the key were not there."""
+
+# The reference marks them, so that a file for both programs can be written.
+OURS: tuple[str, ...] = (
+    "mesh",
+    "communication",
+    "slots",
+    "host_memory_limit",
+    "embedding_tables",
+    "zero_optimization.offload_optimizer.update_during_backward",
+    "zero_optimization.offload_optimizer.split_master",
+    "units",
+    "seed",
+    "activation_checkpointing.enabled",
+    "activation_checkpointing.targets",
+    "activation_checkpointing.granularity",
+    "bf16.auto_cast",
+    "float8",
+    "compile.enabled",
+    "compile.backend",
+    "compile.mode",
+    "context_parallel",
+    "pipeline.schedule",
+    "pipeline.costs",
+    "pipeline.chunks",
+    "pipeline.blocks",
+    "pipeline.recompute",
+    "pipeline.record",
+    "tensor_parallel.plan",
+    "tensor_parallel.sequence",
+    "profile",
+    "replica_check",
+    "spikes",
+    "debug",
+    "checkpoint.asynchronous",
+    "checkpoint.keep_last",
+    "checkpoint.on_failure",
+    "model",
+    "huggingface",
+    "lora",
+    "data",
+    "run",
+)
+"""Keys that DeepSpeed does not have."""
+
+RENAMED: dict[str, str] = {
+    "bfloat16": "bf16",
+    "tensor_parallel.tp": "tensor_parallel.tensor_parallel",
+    "tensor_parallel.kernel_inject": "tensor_parallel.replace_with_kernel_inject",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    ),
+    # DeepSpeed reads the keys of stage 3 under both names.
+    **{
+        f"zero_optimization.{name}": f"zero_optimization.stage3_{name}"
+        for name in (
+            "prefetch_bucket_size",
+            "param_persistence_threshold",
+            "model_persistence_threshold",
+            "max_live_parameters",
+            "max_reuse_distance",
+            "gather_16bit_weights_on_model_save",
+            "module_granularity_threshold",
+            "use_all_reduce_for_fetch_params",
+            "allgather_sequential",
+        )
+    },
+}
+"""Other names of a key, to the one that is used here."""
+
+WITHOUT_EFFECT: dict[str, str] = {
+    key: reason
+    for reason, keys in json.loads(Path(__file__).with_name("without_effect.json").read_text()).items()
+    for key in keys.split()
+}
+"""Keys that are accepted and change nothing, and why. Nothing reads their values, so these are not checked."""
+
+
+class NotYet(NamedTuple):
+    """A key of which only some values work in this version."""
+
+    allowed: tuple[Any, ...]
+    what: str
+
+
+_OFF = (False,)
+
+NOT_YET: dict[str, NotYet] = {
+    "mesh.expert": NotYet((1,), "expert parallelism"),
+    "expert_parallel.enabled": NotYet(_OFF, "expert parallelism"),
+    "zero_optimization.zenflow": NotYet((None,), "ZenFlow, which updates important gradients first"),
+    "zero_optimization.zero_quantized_nontrainable_weights": NotYet(_OFF, "quantized frozen weights"),
+    "aio.use_gds": NotYet(_OFF, "GPUDirect Storage"),
+    "weight_quantization": NotYet(({"enabled": False}, None), "weight quantization"),
+    "fp16.fp16_master_weights_and_grads": NotYet(_OFF, "16-bit master weights"),
+    "data_types.param_dtype": NotYet((None,), "a separate dtype for parameters"),
+    "checkpoint.load_universal": NotYet(
+        _OFF, "loading of DeepSpeed's universal checkpoints (ZeroMesh's own load in any layout)"
+    ),
+    "compile.deepcompile": NotYet(_OFF, "DeepCompile"),
+    "compile.kwargs": NotYet(({}, None), "a table of torch.compile's arguments (engine.compile takes them)"),
+    "hybrid_engine.enabled": NotYet(_OFF, "the hybrid engine"),
+    "autotuning.enabled": NotYet(_OFF, "autotuning"),
+    "datastates_ckpt": NotYet((False, None), "a DataStates writer of checkpoints"),
+}
+"""Keys that need something this version does not have; a row goes when it comes."""
+
+_MASTER = "master weights and states are kept in fp32: exact, with 4 to 8 bytes more per parameter"
+
+EXACT: dict[str, str] = {
+    "autotuning.enabled": "the values in the file are used; zeromesh plan chooses a layout",
+    "compile.deepcompile": "it only affects speed; compile.enabled compiles the model's blocks",
+    "compile.kwargs": "they only affect speed; engine.compile takes them",
+    "hybrid_engine.enabled": "the model generates between training steps without a separate engine",
+    "aio.use_gds": "files are copied to a GPU through host memory",
+    "zero_optimization.zenflow": "every update is exact; update_during_backward overlaps it with the backward",
+    "zero_optimization.zeropp_loco_param": "it corrects the rounding of 4-bit gradients, which do not exist here",
+    "zero_optimization.zero_quantized_nontrainable_weights": "frozen weights keep their dtype",
+    "fp16.fp16_master_weights_and_grads": _MASTER,
+}
+"""Keys that ``adopt`` leaves out, and why a run without them computes the same, or more exactly."""
+
+GONE: dict[str, str] = {
+    "fp32_allreduce": "use communication_data_type",
+    "amp": "use fp16, bf16 or torch_autocast",
+    "nebula": "pass a folder to save_checkpoint",
+    "compression_training": "compress the model before or after training",
+    "quantize_training": "compress the model before or after training",
+    "eigenvalue": "remove it: it is only used by quantize_training",
+    "sparse_attention": "use a model that has sparse attention itself",
+    "elasticity": "set the batch sizes directly",
+    "graph_harvesting": "compile the model's blocks with compile.enabled",
+    "progressive_layer_drop": "drop layers in the model",
+    "zero_optimization.zeropp_loco_param": "use communication_data_type to send fewer bits",
+    "zero_optimization.offload_optimizer.inexact_delay_after": "use update_during_backward",
+    "zero_optimization.offload_optimizer.states_in_8_bits": "use split_master, or device = nvme, for less host memory",
+    "data.workers": "set RAYON_NUM_THREADS, the number of threads of the tokenizers library",
+    "run.roll_back": 'set spikes.action to "skip", or resume a copy of the run from an earlier checkpoint',
+    "vocabulary_size": "set data.vocabulary_size or model.vocab_size for zeromesh train; remove it for initialize",
+}
+"""Keys of DeepSpeed, or of earlier versions, that are refused unless they are switched off, and what to do instead."""
+
+ON_IF_THERE = ("sparse_attention", "zero_optimization.zeropp_loco_param")
+"""Keys of ``GONE`` that any object switches on, since they have no switch inside."""
+
+# mesh.expert stays: it is an axis of the mesh, whose sizes are multiplied.
+UNREAD = frozenset({*GONE, *WITHOUT_EFFECT, *NOT_YET}) - {"mesh.expert"}
+"""Keys that are not in the settings."""
+
+
+def sections_of(path: str) -> set[str]:
+    """Return the path of a key, and those of the sections that it is in."""
+    parts = path.split(".")
+    return {".".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
+
+
+def not_yet_problems(document: Mapping[str, Any], earlier: Sequence[str]) -> list[str]:
+    """Return a sentence for each key whose value needs something that this version does not have."""
+    problems = []
+    # A word in the place of a section asks for what the section would switch on.
+    for section in dict.fromkeys(path.rpartition(".")[0] for path in NOT_YET):
+        there, value = look_up(document, section)
+        if section in WITHOUT_EFFECT and there and not isinstance(value, Mapping) and value not in (None, False, UNSET):
+            problems.append(f"{section} = {show(value)}: must be an object; leave it out, or write {{ ... }}")
+    for path, row in NOT_YET.items():
+        there, value = look_up(document, path)
+        # A key whose value is wrong anyway is in the list already, and is not named twice.
+        if there and value not in row.allowed and not any(problem.startswith(f"{path} = ") for problem in earlier):
+            allowed = " or ".join(show(option) for option in row.allowed)
+            problem = f"{path} = {show(value)}: {row.what} is not in this version yet"
+            problems.append(f"{problem}; leave the key out or set it to {allowed}")
+    return problems
+
+
+_EFFICIENCY = {
+    "data_routing": "random-LTD, which drops tokens in layers, is not available; leave it out",
+    "data_sampling": "choosing samples by difficulty is not available, except a curriculum over the length alone (one "
+    "metric, seqlen, with clustering_type single_cluster); order the samples in the loader",
+}
+
+
+def efficiency_problems(document: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each part of ``data_efficiency`` that is on; none counts unless the section is."""
+    section = look_up(document, "data_efficiency")[1]
+    if not isinstance(section, Mapping):
+        return [f"data_efficiency = {show(section)}: must be an object; leave it out"] if section else []
+    if section.get("enabled") in (None, False):
+        return []
+    on = [name for name in _EFFICIENCY if enables(section.get(name))]
+    return [f"data_efficiency.{name}: {_EFFICIENCY[name]}" for name in on]
+
+
+def gone_problems(document: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each key that is refused."""
+    values = {path: look_up(document, path) for path in GONE}
+    return [
+        f"{path} is not available; {GONE[path]}"
+        for path, (there, value) in values.items()
+        if there and not _switched_off(path, value)
+    ]
+
+
+def without_unread(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a copy of a document without the keys that are not in the settings."""
+    return {
+        key: without_unread(value, f"{prefix}{key}.") if isinstance(value, Mapping) else value
+        for key, value in section.items()
+        # A key with dots is none of them, though its name is the path of one.
+        if f"{prefix}{key}" not in UNREAD or "." in key
+    }
+
+
+def without_effect(document: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys that the document sets and that change nothing, with the reason."""
+    # A section that is refused when it is on does nothing when it is off, which is worth a line, too.
+    rows = {**WITHOUT_EFFECT, **{path: "it is switched off" for path in GONE}}
+    return {path: reason for path, reason in rows.items() if look_up(document, path)[0]}
+
+
+def look_up(document: Mapping[str, Any], path: str) -> tuple[bool, Any]:
+    """Return whether ``path`` is in the document, and the value there."""
+    value: Any = document
+    for name in path.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return False, None
+        value = value[name]
+    return True, value
+
+
+def _switched_off(path: str, value: Any) -> bool:
+    """Return whether a section is false or empty, or an object in which nothing is enabled at any depth."""
+    if path in ON_IF_THERE and isinstance(value, Mapping):
+        return False
+    if not isinstance(value, Mapping) or not value:
+        return not value
+    return not enables(value)
+
+
+def enables(value: Any) -> bool:
+    """Return whether ``enabled`` is anything but false, null or "auto" in an object, or in one inside it."""
+    if isinstance(value, list | tuple):
+        return any(map(enables, value))
+    if not isinstance(value, Mapping):
+        return False
+    return value.get("enabled") not in (None, False, UNSET) or any(map(enables, value.values()))

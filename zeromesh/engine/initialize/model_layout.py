@@ -1,0 +1,195 @@
+"""Layout of a model over the ranks: mesh, tensor plan, pipeline stages, spread sequences."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zeromesh.base.keras_layers import layers_of
+from zeromesh.base.precision import Precision
+from zeromesh.base.quantized_layers import layers
+from zeromesh.comm.agreement import agree_run, catch, require_agreement
+from zeromesh.comm.environment import Environment, device_of_group, init_distributed
+from zeromesh.comm.mesh import Links, Mesh
+from zeromesh.comm.message_formats import FORMATS
+from zeromesh.engine.batches import loss_of
+from zeromesh.parallel.tensor.derive import derive
+from zeromesh.parallel.tensor.sequence import Stack, find_stacks
+from zeromesh.parallel.tensor.tensor_plan import SplitPlan as SplitPlan
+from zeromesh.parallel.tensor.tensor_plan import as_json, parse, resolve
+from zeromesh.shard.tables.find_tables import find_tables
+
+if TYPE_CHECKING:
+    from zeromesh.base.loader import Loader
+    from zeromesh.config.settings import Resolved, Settings
+    from zeromesh.engine.pipelined import Pipelined
+    from zeromesh.parallel.follow.samples import ModelInput
+
+# Plan of the tensor axis, and the stacks of blocks between which the sequence is split.
+Split = tuple[SplitPlan, list[Stack]]
+
+_log = logging.getLogger("zeromesh")
+
+
+def make_mesh(settings: Settings, environment: Environment | None = None) -> Mesh:
+    """Return the mesh that the configuration describes, over the running ranks. Collective."""
+    environment = environment or init_distributed()
+    sizes = settings.resolve_mesh(environment.world_size)
+    gather, reduce = (None if name is None else FORMATS[name] for name in settings.across_nodes)
+    node = None if environment.one_node else environment.node_rank
+    count = settings.communication.ranks_per_node
+    if count is not None:
+        if environment.world_size % count:
+            raise ValueError(
+                f"communication.ranks_per_node is {count}, which does not divide the {environment.world_size} ranks; "
+                "set it to a divisor, or leave it out"
+            )
+        # The setting wins over what was detected, as a fast link may join less or more than a machine.
+        node = environment.rank // count
+    links = Links(node, settings.communication.hierarchical, gather, reduce, settings.communication.local_memory)
+    return Mesh(sizes, device_of_group(environment), links)
+
+
+def split_plan(
+    model: nn.Module, settings: Resolved, mesh: Mesh, loader: Loader | None = None, loss_fn: Any = None
+) -> Split | None:
+    """Return the plan of the tensor axis: the user's entries over derived ones; None where the axis has one rank."""
+    group = mesh.group("tensor")
+    user_rules = parse(settings.tensor_parallel.plan or {})
+    if group.size == 1:
+        resolve(model, user_rules, {}, 0, 1)  # raises for a wrong plan, on one rank too
+        return None
+    if (coded := next(iter(layers(model)), None)) is not None:
+        raise ValueError(
+            f"{coded[0]}.weight is quantized, and its blocks cannot be split over the {group.size} ranks of "
+            'mesh.tensor; leave that out: "zero_optimization": {"stage": 3} shards such weights over the ranks'
+        )
+    derived_rules, notes = derive(model, group.size, lambda: _sample(loader, loss_fn, mesh.device))
+    # On a slow machine one rank may have run out of time in its trace.
+    require_agreement(group, "the plan of the tensor axis", as_json(derived_rules))
+    # The rows of tables are spread over the data ranks; only a rule of the user's splits one over these ranks instead.
+    tables, _ = find_tables(model, settings.embedding_tables.modules, {})
+    derived_rules = {name: rule for name, rule in derived_rules.items() if name not in tables}
+    if mesh.rank == 0:
+        listing = "".join(f"\n  {note}" for note in notes)
+        _log.info(
+            "the model is split over %d ranks by this plan:\n%s%s",
+            group.size,
+            as_json(derived_rules | user_rules),
+            listing,
+        )
+    resolved = resolve(model, user_rules, derived_rules, group.rank, group.size, without=tables)
+    if mesh.rank == 0:
+        parameters = [(parameter, resolved.of_parameter.get(id(parameter))) for parameter in model.parameters()]
+        every = sum(parameter.nbytes for parameter, _ in parameters)
+        here = sum(
+            parameter.nbytes if part is None else prod(part.shape) * parameter.itemsize
+            for parameter, part in parameters
+        )
+        split = sum(parameter.nbytes for parameter, part in parameters if part is not None and part.split is not None)
+        _log.info(
+            "the tensor axis splits %.1f %% of the bytes of the parameters; each of its %d ranks has %.1f %% of all",
+            100 * split / every, group.size, 100 * here / every,
+        )  # fmt: skip
+    return resolved, find_stacks(model, resolved) if settings.tensor_parallel.sequence else []
+
+
+def refuse_axes(model: nn.Module, mesh: Mesh) -> None:
+    """Raise ValueError if ranks would share one copy of a model of Keras, whose layers are not split."""
+    wanted = [f"{axis} = {mesh.sizes[axis]}" for axis in ("tensor", "context", "pipeline") if mesh.sizes[axis] > 1]
+    if wanted and (layer := next(layers_of(model), None)) is not None:
+        raise ValueError(
+            f"the mesh has {' and '.join(wanted)}, and {type(layer).__name__} is of Keras, whose layers are not split: "
+            'leave it out; "zero_optimization": {"stage": 3} shards all parameters, gradients and optimizer '
+            "states over the ranks"
+        )
+
+
+def plan_stages(
+    model: nn.Module, settings: Resolved, mesh: Mesh, loader: Loader | None = None, loss_fn: Any = None
+) -> Pipelined | None:
+    """Return the pipeline stages of the model and their schedule; None where there is one stage. Collective."""
+    chosen, world = settings.pipeline, mesh.group("world")
+    if mesh.sizes["pipeline"] == 1:
+        if chosen.record is not None:
+            _log.warning(
+                "%s is set, but %s is 1: there are no stages, and nothing is recorded",
+                "pipeline.record",
+                "mesh.pipeline",
+            )
+        return None
+    # Imported here: a run without stages needs none of it.
+    from zeromesh.engine.pipelined import Pipelined, agreed
+    from zeromesh.parallel.pipeline.runtime.cut import describe_stages, examine
+
+    sample = _sample(loader, loss_fn, mesh.device)
+
+    examined = agree_run(world, "cut the model into stages", lambda: examine(model, chosen.blocks, sample))
+    blocks = agreed(world, examined)
+    accumulation = settings.gradient_accumulation_steps
+    pipelined = agree_run(world, "plan the pipeline", lambda: Pipelined(model, mesh, chosen, accumulation, blocks))
+    if pipelined.schedules.from_file:
+        require_agreement(world, "the schedule of the pipeline", str(pipelined.schedules.of(accumulation)))
+    if mesh.rank == 0:
+        lines = "".join(f"\n  {line}" for line in describe_stages(model, blocks, pipelined.cut))
+        chosen_cut = f"pipeline.partition = {json.dumps(chosen.partition)}"
+        _log.info("the model is cut into stages by %s:%s", chosen_cut, lines)
+    return pipelined
+
+
+def _sample(loader: Loader | None, loss_fn: Any, device: torch.device) -> ModelInput | None:
+    """Return the first samples of the data, as the model will get them; None where they cannot be read."""
+    from zeromesh.parallel.follow.imitation import undisturbed
+    from zeromesh.parallel.follow.samples import ModelInput
+
+    if loader is None:
+        return None
+
+    def read() -> ModelInput:
+        loss_copy = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn  # it may count its calls
+        return ModelInput(loader.example(), partial(loss_of, loss_fn=loss_copy))
+
+    # Reading may draw random numbers, and the run is to draw the same with and without this look.
+    with undisturbed(device):
+        sample, failure = catch(read)
+    if failure is not None:
+        # No error: without a sample the model is cut by its structure alone.
+        _log.debug("the first samples of training_data cannot be read", exc_info=failure)
+    return sample
+
+
+def take_stage(
+    model: nn.Module, cut: Pipelined, owned: list[dict[str, Any]], plan: Split | None, precision: Precision
+) -> tuple[list[dict[str, Any]], Split | None]:
+    """Take from the model all that other stages have; return the parameter groups and the plan of the rest."""
+    cut.take_away(precision)
+    # All groups stay, even empty ones, so that each has the same number on every stage.
+    here = {id(parameter) for parameter in model.parameters()}
+    groups = [{**group, "params": [p for p in group["params"] if id(p) in here]} for group in owned]
+    if plan is not None:
+        resolved, stacks = plan
+        members = []
+        for member in resolved.members:
+            member_parameter = member.module._parameters.get(member.parameter) if member.parameter else None
+            # A member without parameters here belongs to a layer of another stage.
+            if any(
+                id(tensor) in here
+                for tensor in ([member_parameter] if member.parameter else member.module.parameters())
+            ):
+                members.append(member)
+        heads = {
+            name: heads
+            for name, heads in resolved.heads.items()
+            if next(model.get_submodule(name).parameters(), None) is not None
+        }
+        parts = [stack.part(blocks) for blocks in cut.blocks_by_stage for stack in stacks]
+        stacks = [part for part in parts if part.blocks]
+        plan = SplitPlan(members, resolved.held, resolved.of_parameter, heads), stacks
+    return groups, plan

@@ -1,0 +1,145 @@
+"""Tiers of a run's states and their memory budget, known before anything is changed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zeromesh.base.machine import memory
+from zeromesh.comm.agreement import agree_success, catch
+from zeromesh.comm.mesh import Mesh
+from zeromesh.config.feature_sections import Aio
+from zeromesh.shard.optim.host import count_states, states_of
+from zeromesh.shard.parameters.flat import Flat
+from zeromesh.shard.store.budget import NEXT, PARTS, MemoryBudget, Prepare, require_host_memory
+from zeromesh.shard.store.nvme import Disk
+from zeromesh.shard.store.stored import Stored
+from zeromesh.shard.store.stored import buffer_bytes as stored_buffer_bytes
+from zeromesh.shard.store.swap import StateForm, Swap, buffer_bytes
+from zeromesh.shard.store.tiers import Tiers
+
+if TYPE_CHECKING:
+    from zeromesh.config.settings import Resolved
+    from zeromesh.config.zero_section import OffloadOptimizer, OffloadParam
+
+_log = logging.getLogger(__name__)
+
+USUAL_STATES = 2  # number of states of an optimizer that the kernel does not know: as many as Adam has
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Offloaded states, before the model is laid out."""
+
+    disk: Disk | None  # where masters and optimizer states rest on NVMe; None where none do
+    stored: Disk | None  # where parameters do
+    form: StateForm  # of masters and states that rest off the device
+    limit: int | None  # bytes of host memory for all ranks of a node; None: what is available
+    early: float | None  # share of states updated during the backward; None: all, where there is plenty of room
+    pinned: bool  # whether host memory for files is page-locked where there is a GPU
+
+
+def where_offloaded(settings: Resolved, optimizer: Optimizer | None) -> Offload:
+    """Return the offload that the configuration asks for; raise ValueError if these states cannot rest there."""
+    zero, limit = settings.zero_optimization, settings.host_memory_limit
+    stored, early = _disk(zero.offload_param, settings), zero.early_share
+    form, pinned = StateForm(0, settings.row.split), zero.pins
+    disk = _disk(zero.offload_optimizer, settings)
+    if form.split:
+        early = 0.0
+        if optimizer is not None:
+            states_of(optimizer, "states are to rest in fewer bytes", "leave offload_optimizer.split_master out")
+    counted, failure = catch(lambda: count_states(optimizer))
+    if counted is None:
+        if disk is not None and failure is not None:
+            raise failure
+        # Only the kernel updates early, and it does not know this optimizer.
+        return Offload(None, stored, StateForm(USUAL_STATES), limit, 0.0, pinned)
+    return Offload(disk, stored, replace(form, states=counted), limit, early, pinned)
+
+
+def _disk(chosen: OffloadOptimizer | OffloadParam | None, settings: Resolved) -> Disk | None:
+    """Return the disk of a section of the configuration; None if it names none."""
+    if chosen is None or chosen.device != "nvme":
+        return None
+    assert chosen.nvme_path is not None
+    access, buffers = settings.aio or Aio(), max(1, chosen.buffer_count)
+    return Disk(Path(chosen.nvme_path), buffers, access.block_size, access.queue_depth)
+
+
+def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
+    """Return what checks that host memory suffices, and opens this rank's files; if one rank cannot, all raise."""
+    # Counted now, because sharding frees it: memory of the model itself is available to what takes its place.
+    moves = sum(parameter.nbytes for parameter in model.parameters() if parameter.device.type == "cpu")
+
+    def open_files(budget: MemoryBudget, early: Sequence[Flat]) -> Tiers:
+        stored = None
+        if offload.stored is not None and budget.stored:
+            stored = Stored(budget.stored, offload.stored, mesh, offload.pinned)
+        try:
+            swap, dtypes = None, budget.files | budget.packed
+            if dtypes:
+                swap = Swap(dtypes, offload.form, offload.disk, mesh, early, offload.pinned, stored)
+        except BaseException:
+            Tiers(None, stored).close()
+            raise
+        return Tiers(swap, stored, early, offload.form.states)
+
+    def prepare(budget: MemoryBudget) -> Tiers:
+        # On a CPU, model and update share the cores, and only the wait for a disk can be hidden. Next copies of
+        # parameters lie in host memory, which is short where parameters rest in files.
+        overlaps = mesh.device.type != "cpu" or (offload.disk is not None and offload.stored is None)
+        early = budget.first_early(offload.early or (1.0 if offload.early is None and overlaps else 0.0))
+        states = offload.form.states
+        if mesh.rank == 0 and offload.form.split and not any(rows.form.split for rows in budget.rows(states)):
+            _log.warning(
+                "%s has no effect here: nothing that is offloaded has fp32 masters of bf16 parameters",
+                "offload_optimizer.split_master",
+            )
+        buffers = 0 if offload.disk is None else sum(buffer_bytes(budget.rows(states), offload.disk))
+        buffers += 0 if offload.stored is None else sum(stored_buffer_bytes(budget.stored, offload.stored))
+        parts = budget.host(states, buffers, early)
+        sizes = torch.tensor([*(parts.get(name, 0) for name in PARTS), moves], dtype=torch.float64)
+        rows = mesh.group("world").exchange(sizes)
+        # Ranks of one node share its memory, so that what counts is their sum.
+        here = [rank for rank, node in enumerate(mesh.node_of) if node == mesh.node_of[mesh.rank]]
+        *node_sizes, freed = map(int, rows[here].sum(0).tolist())
+        total = {name: size for name, size in zip(PARTS, node_sizes, strict=True) if size}
+        most = None
+        if total:
+            machine = memory()
+            available = [machine[key] for key in ("available_bytes", "limit_bytes") if machine[key] is not None]
+            most = min(available) + freed if available else None
+        if offload.early is None and NEXT in total:
+            needed, limit = sum(total.values()), offload.limit
+            # Half of the host's memory stays with others unless the user asks for more.
+            if most is None or 2 * needed > most or (limit is not None and needed > limit):
+                early = []
+                del total[NEXT]
+        opened, failure = catch(lambda: open_files(budget, early))
+        if offload.early is None and offload.disk is not None:
+            # Ranks share a disk, so that where it has no room for all second copies nobody has one.
+            full = torch.tensor([float(isinstance(failure, OSError))], dtype=torch.float64)
+            if bool(mesh.group("world").exchange(full).any()):
+                (opened or Tiers()).close()
+                mesh.group("world").exchange(full)  # all have given their room back
+                early = []
+                opened, failure = catch(lambda: open_files(budget, early))
+        tiers = opened or Tiers()
+        if failure is None and total and most is not None:
+            _, failure = catch(lambda: require_host_memory(total, most, offload.limit))
+        try:
+            agree_success(mesh.group("world"), "make room for what rests off the device", failure)
+        except BaseException:
+            tiers.close()
+            raise
+        return tiers
+
+    return prepare

@@ -1,0 +1,139 @@
+"""Breakdown of an update's time, from the spans of several."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zeromesh.base.spans import Clock, Span, Spans
+from zeromesh.base.words import counted
+
+# Time between phases: waiting for a batch where a forward follows, else the user's own code.
+DATA, OTHER = "data", "other"
+BEFORE_FORWARD = ("forward", "evaluation")
+
+MOST_PHASES = 1000  # that are kept without an update, as in a long evaluation
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Mean seconds per update.
+
+    Attributes:
+        updates: number of them.
+        total: from the end of one update to that of the next.
+        phases: parts of ``total``; they add up to it.
+        inside: per phase the kinds of spans in it, each without the spans inside of it; the rest is the phase's own.
+    """
+
+    updates: int
+    total: float
+    phases: dict[str, float]
+    inside: dict[str, dict[str, float]]
+
+    def __add__(self, other: Breakdown) -> Breakdown:
+        """Return the breakdown of the updates of both."""
+        updates = self.updates + other.updates
+
+        def mean(first: float, second: float) -> float:
+            return (first * self.updates + second * other.updates) / updates
+
+        def means(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
+            return {kind: mean(first.get(kind, 0.0), second.get(kind, 0.0)) for kind in first | second}
+
+        phases = means(self.phases, other.phases)
+        inside = {phase: means(self.inside.get(phase, {}), other.inside.get(phase, {})) for phase in phases}
+        return Breakdown(updates, mean(self.total, other.total), phases, inside)
+
+    def text(self) -> str:
+        """Return a table."""
+
+        def line(name: str, seconds: float) -> str:
+            return f"{name:<24}{1e3 * seconds:>10.2f}{seconds / self.total if self.total > 0 else 0.0:>8.1%}"
+
+        updates = counted(self.updates, "update")
+        lines = [f"{updates}, {1e3 * self.total:.2f} ms each", f"  {'phase':<22}{'ms':>10}{'share':>8}"]
+        for phase, seconds in self.phases.items():
+            lines.append(line(f"  {phase}", seconds))
+            parts = sorted(self.inside.get(phase, {}).items(), key=lambda part: -part[1])
+            lines += [line(f"    {kind}", part) for kind, part in parts]
+        return "\n".join(lines)
+
+
+class Timer:
+    """Timer that takes breakdowns of ``spans``; the memory that it needs does not grow with the updates."""
+
+    def __init__(self, spans: Spans) -> None:
+        self._spans = spans
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from here on."""
+        self._spans.phases.clear()
+        self._sums = Sums(self._spans.clock, self._spans.clock.mark())
+        self._before = 0
+
+    def after_update(self) -> None:
+        """Add up the phases of the update before this one."""
+        self._add(self._before)  # they are over on the device, too, so nobody waits for it
+        self._before = len(self._spans.phases)
+
+    def after_phases(self) -> None:
+        """Add up phases where there are very many without an update."""
+        if len(self._spans.phases) > MOST_PHASES:
+            self._add(MOST_PHASES // 2)
+            self._before = 0
+
+    def take(self, updates: int) -> Breakdown:
+        """Return the breakdown of so many updates, which is all since ``begin``. Waits for the device."""
+        now = self._spans.clock.mark()
+        self._spans.clock.settle(now)
+        self._add(len(self._spans.phases))
+        return self._sums.breakdown(now, updates)
+
+    def _add(self, count: int) -> None:
+        self._sums.add(self._spans.phases[:count])
+        del self._spans.phases[:count]
+
+
+class Sums:
+    """Phases, one after the other from a mark of the clock on, added up by kind."""
+
+    def __init__(self, clock: Clock, begin: Any) -> None:
+        self._clock, self._begin, self._last = clock, begin, begin
+        self._parts: dict[str, float] = defaultdict(float, {DATA: 0.0})
+        self._inside: dict[str, dict[str, float]] = {}
+
+    def add(self, phases: Sequence[Span]) -> None:
+        """Add up phases that follow those before."""
+        clock = self._clock
+        if phases:
+            clock.settle(phases[-1].end)
+        for phase in phases:
+            self._parts[DATA if phase.kind in BEFORE_FORWARD else OTHER] += clock.seconds(self._last, phase.begin)
+            self._parts[phase.kind] += clock.seconds(phase.begin, phase.end)
+            self._last = phase.end
+            kinds = self._inside.setdefault(phase.kind, defaultdict(float))
+            for span in _spans_in(phase):
+                parts = sum(clock.seconds(part.begin, part.end) for part in span.inside)
+                kinds[span.kind] += clock.seconds(span.begin, span.end) - parts
+
+    def breakdown(self, end: Any, updates: int) -> Breakdown:
+        """Return the means per update, with the time between the last phase and a mark of the clock."""
+        rest = self._parts.get(OTHER, 0.0) + self._clock.seconds(self._last, end)
+        parts = {kind: seconds for kind, seconds in self._parts.items() if kind != OTHER} | {OTHER: rest}  # as the last
+
+        def means(sums: dict[str, float]) -> dict[str, float]:
+            return {kind: seconds / updates for kind, seconds in sums.items()}
+
+        inside = {phase: means(kinds) for phase, kinds in self._inside.items()}
+        return Breakdown(updates, self._clock.seconds(self._begin, end) / updates, means(parts), inside)
+
+
+def _spans_in(span: Span) -> Iterator[Span]:
+    """Yield all spans inside of one, at every depth."""
+    for part in span.inside:
+        yield part
+        yield from _spans_in(part)

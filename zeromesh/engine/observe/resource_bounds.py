@@ -1,0 +1,119 @@
+"""Resource that bounds a run, and its distance from its limit.
+
+Every second of an update is put down to one resource. The one with most seconds bounds the run: only more of it, or
+less use of it, makes the run much faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from zeromesh.engine.observe.breakdown import DATA, OTHER, Breakdown
+
+COMPUTE, HOST, LINK, DISK, NETWORK = "compute", "host memory", "link to the host", "disk", "network"
+INPUT, PROGRAM = "input", "the program"
+
+# Resource that each kind of span waits for or works with; the network includes the other ranks.
+WAITS: dict[str, str] = {
+    "update_on_host": HOST,
+    "offload": LINK,
+    "wait_copy": LINK,
+    "wait_disk": DISK,
+    "wait_fetch": NETWORK,
+    "wait_reduce": NETWORK,
+    "sum_replicas": NETWORK,
+    "sum_shares": NETWORK,
+    "agree": NETWORK,
+}
+
+# Resource of time outside of spans; every other phase's own time is the device's.
+PHASES: dict[str, str] = {DATA: INPUT, OTHER: PROGRAM, "checkpoint": PROGRAM, "observe": PROGRAM}
+
+ADVICE: dict[str, str] = {
+    COMPUTE: "the tiers cost little; a faster or a further device, fewer recomputed activations, or 16 bits help",
+    HOST: "offload_optimizer.update_during_backward hides the update behind the backward, "
+    "offload_optimizer.ratio < 1 leaves a share of it on the "
+    "device, more ranks or nodes share it, and more micro-batches per update make it rarer",
+    LINK: "more micro-batches or a larger one per update, a larger share on the device (offload_optimizer.ratio), or "
+    "pin_memory",
+    DISK: "larger micro-batches or more of them per update, more buffers (buffer_count), fewer bytes "
+    "(offload_optimizer.split_master), a faster disk; or states on the host (offload_optimizer.device = cpu)",
+    NETWORK: "fewer, larger micro-batches, a lower stage, hybrid sharding within nodes, 8 bits between nodes; or one "
+    "rank waits for a slower one: look at a trace",
+    INPUT: "prepare batches in other processes (dataloader workers), or ahead",
+    PROGRAM: "this is time outside of forward, backward and step: checkpoints, logging, .item() in the training loop",
+}
+
+
+@dataclass(frozen=True)
+class Amount:
+    """Work of a resource in an update: bytes, or operations."""
+
+    amount: float
+    limit: float | None = None  # most per second, as measured
+    busy: float | None = None  # seconds at work, where known apart from the time that was waited for it
+
+
+@dataclass(frozen=True)
+class Use:
+    """Use of a resource per update; what is unknown is None."""
+
+    resource: str
+    seconds: float
+    share: float  # of the update's seconds
+    amount: float | None = None  # bytes, or operations where it is compute
+    rate: float | None = None  # amount per second in which it was at work
+    limit: float | None = None  # most per second, as measured
+    of_limit: float | None = None  # rate as a share of the limit
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Uses of all resources of a run, the one that bounds it first, in updates of so many seconds."""
+
+    updates: int
+    seconds: float
+    uses: tuple[Use, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return ``updates``, ``seconds``, ``bound`` (a resource), ``advice``, and ``uses``: a ``Use`` per resource."""
+        uses = {use.resource: {k: v for k, v in asdict(use).items() if k != "resource"} for use in self.uses}
+        first = self.uses[0].resource
+        return {
+            "updates": self.updates, "seconds": self.seconds, "bound": first, "advice": ADVICE[first], "uses": uses
+        }  # fmt: skip
+
+
+def bounds(breakdown: Breakdown, amounts: Mapping[str, Amount]) -> Bounds:
+    """Put the time of updates down to resources; ``amounts`` are per update, by resource, where they are known."""
+    seconds: dict[str, float] = {}
+    for phase, total in breakdown.phases.items():
+        left = total
+        for kind, part in breakdown.inside.get(phase, {}).items():
+            if kind in WAITS:
+                seconds[WAITS[kind]] = seconds.get(WAITS[kind], 0.0) + part
+                left -= part
+        # The rest of forward, backward and step is the device's, which computes.
+        resource = PHASES.get(phase, COMPUTE)
+        seconds[resource] = seconds.get(resource, 0.0) + max(0.0, left)
+    uses = [_use(name, spent, breakdown.total, amounts.get(name)) for name, spent in seconds.items()]
+    # What takes no time is worth a row if it moved something.
+    uses += [
+        _use(name, 0.0, breakdown.total, amount)
+        for name, amount in amounts.items()
+        if name not in seconds and amount.amount
+    ]
+    # Sorted, so that the first one bounds the run.
+    return Bounds(breakdown.updates, breakdown.total, tuple(sorted(uses, key=lambda use: -use.seconds)))
+
+
+def _use(resource: str, seconds: float, total: float, amount: Amount | None) -> Use:
+    share = seconds / total if total > 0 else 0.0
+    if amount is None:
+        return Use(resource, seconds, share)
+    busy = seconds if amount.busy is None else amount.busy
+    rate = amount.amount / busy if busy > 0 else None
+    of_limit = rate / amount.limit if rate is not None and amount.limit else None
+    return Use(resource, seconds, share, amount.amount, rate, amount.limit, of_limit)

@@ -1,0 +1,318 @@
+"""Updates of a model: agreement of all ranks, skipping, clipping, the optimizer's step, publication."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial, reduce
+from math import isfinite
+from operator import or_
+from typing import TYPE_CHECKING
+
+import torch
+from torch.optim import Optimizer
+
+from zeromesh.base.placement import Placement, Tier
+from zeromesh.base.spans import span
+from zeromesh.comm.stragglers import Stragglers
+from zeromesh.engine.batches import require_same_inputs, tell_uneven
+from zeromesh.engine.replicas import require_equal_replicas
+from zeromesh.parallel.head.logits import expire
+from zeromesh.shard.optim.bound import answer, pieces_hidden, steps_in_parts
+from zeromesh.shard.optim.host import HostSteps
+from zeromesh.shard.optim.scaler import LossScaler
+from zeromesh.shard.optim.spikes import SpikeWatch
+from zeromesh.shard.parameters.flat import Flat
+from zeromesh.shard.sharded import Agreement, ShardedModel
+
+if TYPE_CHECKING:
+    from zeromesh.config.settings import Resolved
+
+_log = logging.getLogger("zeromesh")
+
+SAME_LOSS, SAME_LOSS_16_BIT = 1e-5, 1e-3  # relative tolerance between losses of ranks that share a batch: fp32, 16-bit
+
+# Updates in a row that may be skipped for gradients that are not finite, where no loss scale explains them.
+MOST_SKIPPED = 10
+
+
+class Update:
+    """Updates of one model by one optimizer."""
+
+    def __init__(
+        self, sharded: ShardedModel, config: Resolved, optimizer: Optimizer | None,
+        save_failed: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        scaler = sharded.accumulation.scaler
+        assert scaler is None or isinstance(scaler, LossScaler)
+        self.scaler = scaler  # None where losses are not scaled
+        self.norm: float | None = None  # of the last update's gradient before clipping
+        self.mean_loss: float | None = None  # of the last update, over ranks; None where no rank knows one
+        self.asked = 0  # bits of all numbers that any rank passed to ``ask`` before the last update
+        self.save_failed = False  # whether a rank's asynchronous save had failed before the last update
+        self.skipped = 0  # updates so far that were left out: a gradient was not finite, or they were spikes
+        watched = config.spikes
+        self.spikes = SpikeWatch(watched.loss, watched.norm, watched.window, watched.action == "skip")
+        self._skips_losses = scaler is not None  # whether a loss that is not finite is an overflow, and not an error
+        self.runs = False  # whether the optimizer's own step runs as a part of an update
+        self._sharded, self._config, self._optimizer = sharded, config, optimizer
+        self._mesh, self._accumulation = sharded.mesh, sharded.accumulation
+        # Gradients of states on the host are not the optimizer's own either.
+        shards = sharded.row.optimizer is Placement.SHARDED and self._mesh.shard.size > 1
+        self._holds_pieces = shards or self._mesh.sizes["tensor"] > 1 or sharded.updates_on_host
+        self._asked, self._skipped_in_a_row = 0, 0
+        self._save_failed, self._told_uneven = save_failed, False
+        self.stragglers = Stragglers(self._mesh)  # comparison of the ranks' work between updates
+        answer(optimizer, self.loss_scale, overflow=False)
+        if optimizer is not None:  # by a weak reference: the hook lives as long as the model, the engine may not
+            sharded.early.ask(partial(_host_steps, weakref.ref(self)))
+
+    @property
+    def loss_scale(self) -> float:
+        """Current loss scale; 1 where the loss is not scaled."""
+        return self.scaler.scale if self.scaler else 1.0
+
+    @property
+    def factor(self) -> float:
+        """Factor that makes the mean over the ranks of the gradients' sum as it is kept."""
+        return self._sharded.reducer.factor / self.loss_scale
+
+    def resume(self, skipped: int) -> None:
+        """Count skipped updates on from those of a checkpoint."""
+        self.skipped, self._skipped_in_a_row = skipped, 0
+
+    def ask(self, number: int) -> None:
+        """Let all ranks hear of the bits of ``number`` at the next update. A signal handler may call it."""
+        self._asked |= number
+
+    def skip_losses(self) -> None:
+        """Skip updates with a loss that is not finite, where they would raise."""
+        self._skips_losses = True
+
+    def agree(self, number: int) -> Agreement:
+        """Complete the gradients of update ``number`` and exchange notes. Collective; raises where ranks disagree."""
+        # One row of notes a rank goes with the gradients' norm, and all come to the same decision from it.
+        agreement = self._sharded.complete(self._notes())
+        # Before the checks: after an error the next micro-batch begins a new update.
+        self._accumulation.restart()
+        self.asked = reduce(or_, map(int, agreement.notes[:, 4].tolist()))
+        self.stragglers.compare(agreement.notes[:, 5].tolist(), agreement.notes[:, 7].tolist())
+        self.save_failed = bool(agreement.notes[:, 6].any())
+        self._require_same_losses(agreement)
+        # Sums over ranks do not weigh samples.
+        if not self._told_uneven and self._config.gradient_allreduce_op != "sum":
+            told = self._mesh.rank == 0 and tell_uneven(agreement.notes[:, 8].tolist(), number)
+            self._told_uneven = told
+        interval = self._config.replica_check.interval
+        if interval is not None and number % interval == 0:
+            with span("compare_replicas"):
+                require_equal_replicas(self._sharded, f"before update {number}")
+        self.norm = agreement.norm * self.factor
+        return agreement
+
+    def apply(self, agreement: Agreement, number: int) -> bool:
+        """Update the parameters; return False if the update is skipped instead, on all ranks."""
+        optimizer, factor = self._optimizer, self.factor  # before the loss scale changes
+        assert optimizer is not None
+        skips = self._must_skip(agreement, number) or self._is_left_out(agreement, number)
+        answer(optimizer, self.loss_scale, skips)
+        if not skips:
+            self._update(optimizer, factor)
+        return not skips
+
+    def finish(self, agreement: Agreement) -> None:
+        """Note the mean loss."""
+        self.mean_loss = _mean_loss(agreement)
+
+    def _update(self, optimizer: Optimizer, factor: float) -> None:
+        """Let the optimizer update the masters by the gradients times ``factor``, and send the new parameters."""
+        try:
+            # In place writes of the user since the last update go into the masters before these are updated.
+            with span("take_changes"):
+                self._sharded.take_changes()
+            self._check_groups()
+            self._sharded.store.recall()
+            if (limit := self._config.gradient_clipping) > 0:
+                # The constant is torch's clip_grad_norm_.
+                factor *= min(1.0, limit / ((self.norm or 0.0) + 1e-6))
+            steps = HostSteps(optimizer, factor) if self._sharded.updates_on_host else None
+            self._sharded.tables.scale(factor)
+        except BaseException:
+            self._sharded.forget_gradients()
+            raise
+        # The optimizer's hook asks it: a step of the user's is turned into an update, this one is not.
+        self.runs = True
+        try:
+            for flats in _turns(self._sharded.flats, steps_in_parts(optimizer)):
+                with span("clip"):
+                    self._sharded.set_gradients(factor, steps, flats)
+                hides = pieces_hidden(optimizer, None if steps is None else steps.take_options)
+                with span("update"), hides if self._holds_pieces else nullcontext():
+                    optimizer.step()
+                for flat in flats:
+                    flat.unset_gradients()
+            with span("update"):
+                self._sharded.tables.update(optimizer)
+        except BaseException:  # some masters may have changed, and other ranks may have done it all
+            self._sharded.updated()
+            raise
+        else:
+            with span("publish"):
+                self._sharded.updated(steps)
+        finally:
+            self.runs = False
+            expire()  # logits of the last forward would be computed with the new weights
+
+    def _check_groups(self) -> None:
+        """Raise RuntimeError if a group holds a parameter of the model instead of pieces of it."""
+        for number, group in enumerate(self._optimizer.param_groups if self._optimizer else []):
+            for parameter in group["params"]:
+                if (name := self._sharded.names.get(id(parameter))) is not None:
+                    raise RuntimeError(
+                        f"group {number} of the optimizer holds parameter {name} of the model, which it cannot update: "
+                        "it has pieces of parameters since initialize; give all groups to initialize, and freeze "
+                        "afterwards what shall be trained later (requires_grad_(False))"
+                    )
+
+    def _notes(self) -> list[float]:
+        """Return this rank's notes, one number each.
+
+        They are: bad loss, sum and number of losses, checksum of inputs, number asked, busy time, failed save, work,
+        samples of a forward.
+        """
+        noted = self._accumulation
+        losses: list[float] = torch.stack(noted.losses).tolist() if noted.losses else []
+        finite = [isfinite(loss) for loss in losses]
+        inputs = float(torch.stack(noted.inputs).sum()) if noted.inputs else 0.0
+        # 1 + the index of the first micro-batch whose loss is not finite, so that 0 is none.
+        bad = 0.0 if all(finite) else 1.0 + finite.index(False)
+        asked, self._asked = self._asked, 0  # at once: a signal that comes while ranks agree is for the next update
+        (busy, work), failed = self.stragglers.busy(), float(self._save_failed())
+        samples = sum(noted.samples) / max(1, len(noted.samples))
+        return [bad, sum(losses), float(len(losses)), inputs, float(asked), busy, failed, work, samples]
+
+    def _require_same_losses(self, agreement: Agreement) -> None:
+        """Compare losses and inputs of ranks that split one model or one sequence, and so share a batch."""
+        precision = self._config.precision
+        limit = SAME_LOSS if precision.compute is None and precision.autocast is None else SAME_LOSS_16_BIT
+        losses, inputs = agreement.notes[:, 1].tolist(), agreement.notes[:, 3].tolist()
+        for ranks in (*self._mesh.lines("tensor"), *self._mesh.lines("context")):
+            try:
+                require_same_inputs(ranks, [inputs[rank] for rank in ranks])
+            except ValueError:
+                self._sharded.forget_gradients()
+                raise
+            low, high = (pick(losses[rank] for rank in ranks) for pick in (min, max))
+            if high - low > limit * max(abs(low), abs(high)):
+                self._sharded.forget_gradients()
+                listed = ", ".join(f"{losses[rank]:.6g} on rank {rank}" for rank in ranks)
+                raise RuntimeError(
+                    f"ranks that share one batch have different losses: {listed}; give them the same samples "
+                    "(share engine.data_rank of engine.data_size), and the same random state: let seeds depend on "
+                    "engine.data_rank, and not on the rank; and let the loss read neither parameters by themselves nor "
+                    "activations of spread sequences: outside of their layers they are parts (docs/tensor.md)"
+                )
+
+    def _is_left_out(self, agreement: Agreement, number: int) -> bool:
+        """Return whether the update is a spike that is to be left out."""
+        assert self.norm is not None
+        try:
+            spike = self.spikes.look(number, _mean_loss(agreement), self.norm)
+        except BaseException:
+            self._sharded.forget_gradients()
+            raise
+        if spike is None:
+            return False
+        if self._mesh.rank == 0:
+            _log.warning("%s", spike)
+        if spike.skipped:
+            self.skipped += 1
+            self._sharded.forget_gradients()
+        return spike.skipped
+
+    def _must_skip(self, agreement: Agreement, number: int) -> bool:
+        """Return whether the gradients cannot be used; the answer is the same on all ranks."""
+        bad, self.spikes.last = agreement.notes[:, 0], None
+        unchecked = not self._config.bf16.check_grad_overflow and self._config.zero_optimization.stage in (1, 2)
+        if (not bool(bad.any()) and isfinite(agreement.norm)) or (unchecked and self._config.bf16.enabled):
+            self._skipped_in_a_row = 0
+            if self.scaler is not None:
+                self.scaler.update(False)
+            return False
+        self.skipped += 1
+        self._skipped_in_a_row += 1
+        culprit = self._sharded.first_not_finite()
+        self._sharded.forget_gradients()
+        if bool(bad.any()):
+            rank = int(bad.nonzero()[0])
+            lost = f"the loss of micro-batch {int(bad[rank]) - 1} of update {number} is not finite on rank "
+            culprit = f"; {lost}{rank}{culprit}"
+            if not self._skips_losses:
+                raise FloatingPointError(
+                    f"{culprit[2:]}; look at that batch, lower the learning rate, or clip gradients"
+                )
+        if self.scaler is not None and self.scaler.is_dynamic:
+            self.scaler.update(True)
+            if self._mesh.rank == 0:
+                scale = self.scaler.scale
+                _log.info("update %d skipped: overflow; the loss scale is now %g", number, scale)
+            return True
+        # Ranks that found the culprit tell it, too; the first one tells that it happened.
+        if self._mesh.rank == 0 or culprit:
+            _log.warning("update %d skipped: the gradient's norm is %s%s", number, self.norm, culprit)
+        if self._skipped_in_a_row >= MOST_SKIPPED:
+            raise FloatingPointError(
+                f"the gradient was not finite in {MOST_SKIPPED} updates in a row, the last is {number}"
+                f"{culprit}; lower the learning rate, or clip gradients"
+            )
+        return True
+
+
+def _turns(flats: Sequence[Flat], in_parts: bool) -> Sequence[Sequence[Flat]]:
+    """Return the flat buffers in lists; gradients of one list at a time are made as wide as their masters.
+
+    Args:
+        flats: of the model.
+        in_parts: the optimizer can take its step in parts; otherwise there is one list.
+    """
+    # A wider copy of all gradients would take more memory than narrow sums save. The largest list comes first: if there
+    # is too little memory for it, nothing has changed yet.
+    narrow = sorted(filter(_sums_narrowly, flats), key=_elements, reverse=True) if in_parts else []
+    if not narrow:
+        return [flats]
+    turns: list[list[Flat]] = [[]]
+    for flat in narrow:
+        if turns[-1] and sum(map(_elements, turns[-1])) + _elements(flat) > _elements(narrow[0]):
+            turns.append([])
+        turns[-1].append(flat)
+    if others := [flat for flat in flats if flat not in narrow]:
+        turns.append(others)
+    return turns
+
+
+def _elements(flat: Flat) -> int:
+    return flat.master.numel()
+
+
+def _sums_narrowly(flat: Flat) -> bool:
+    """Return whether a gradient on the device is summed in fewer bytes than the master has."""
+    sums = None if flat.gradient is None else flat.gradient.shard
+    narrow = sums is not None and sums.dtype.itemsize < flat.master.dtype.itemsize
+    return narrow and flat.optimizer_tier is Tier.DEVICE
+
+
+def _mean_loss(agreement: Agreement) -> float | None:
+    """Return the mean over ranks and micro-batches; None where the user called the backward of the losses."""
+    total, count = agreement.notes[:, 1:3].sum(0).tolist()
+    return total / count if count else None
+
+
+def _host_steps(update: weakref.ref[Update]) -> HostSteps | None:
+    """Return the host's steps of the coming update."""
+    alive = update()
+    if alive is None or alive._optimizer is None:
+        return None
+    # As they will be if the gradients are not clipped: an early update that guessed wrong is computed again.
+    return HostSteps(alive._optimizer, alive.factor)

@@ -1,0 +1,311 @@
+"""Storage of checkpointed blocks' inputs until their backward: host memory, parts over ranks, or both.
+
+Sources: Rajbhandari et al., "ZeRO", 2020, section 6.1 (activations that tensor-parallel ranks replicate are
+partitioned, and may be offloaded); Ren et al., "ZeRO-Offload", 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakValueDictionary, finalize, ref
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from zeromesh.base.containers import map_tensors, tensors_of
+from zeromesh.comm.collectives import Group
+
+_TAG = 4  # tag of the messages of partitioned inputs; they are waited for at once.
+
+_inside: ContextVar[bool] = ContextVar("a checkpointed block computes", default=False)
+
+
+class HostPool:
+    """Buffers of host memory that are lent out and used again; page-locked where there is an accelerator."""
+
+    def __init__(self, pinned: bool) -> None:
+        self.peak = 0  # bytes that were lent at the most; the pool never holds more
+        self._pinned = pinned
+        self._free: list[Tensor] = []
+        self._held = self._lent = 0
+
+    def take(self, nbytes: int) -> Tensor:
+        """Return a buffer of at least ``nbytes`` bytes: uint8, 1-D."""
+        # At most twice as large, or small inputs would use up the buffers of large ones.
+        fitting = [n for n, buffer in enumerate(self._free) if nbytes <= buffer.nbytes <= 2 * nbytes]
+        if fitting:
+            buffer = self._free.pop(min(fitting, key=lambda n: self._free[n].nbytes))
+        else:
+            self.peak = max(self.peak, self._lent + nbytes)
+            while self._free and self._held + nbytes > self.peak:
+                # Torch's allocator of page-locked memory waits for the copies that it is still part of.
+                self._held -= self._free.pop(0).nbytes
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
+            self._held += nbytes
+        self._lent += buffer.nbytes
+        self.peak = max(self.peak, self._lent)
+        return buffer
+
+    def give(self, buffer: Tensor) -> None:
+        """Return a buffer."""
+        # No wait: its next writer is a copy on the stream of its last reader, and so comes after it.
+        self._lent -= buffer.nbytes
+        self._free.append(buffer)
+
+
+class ActivationStore:
+    """Storage of the inputs of one model's checkpointed blocks."""
+
+    def __init__(self, device: torch.device, host: bool, group: Group | None = None) -> None:
+        self.device = device  # where the model computes; what is elsewhere stays there
+        self.least = 4096  # bytes of the smallest tensor that is moved
+        self.pool = HostPool(pinned=device.type != "cpu") if host else None
+        self.group = group  # the ranks that keep one part of equal inputs each; None: each rank keeps all
+        self.stream = torch.Stream(device) if host and device.type != "cpu" else None
+        self._known: WeakValueDictionary[Any, _Kept] = WeakValueDictionary()
+        self._seen: set[int] = set()
+        self._last: ref[_Inputs] | None = None
+        self._prefetched: list[ref[_Kept]] = []
+        self._task = -1
+        self._differs: list[Tensor] = []
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        # A copy of the model, or one that is saved, has no store: its inputs stay where they are.
+        return type(None), ()
+
+    def keep(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Callable[..., Any], list[Tensor]]:
+        """Return the function to checkpoint in place of ``forward(*args, **kwargs)``, and its tensors."""
+        # What waits elsewhere is taken out of the arguments: autograd keeps only the others, and checks that nobody
+        # changed them in place. A copy has what the tensor held when the block was called, whatever becomes of it.
+        tensors = tensors_of((args, kwargs))
+        movable = [self._moves(tensor) for tensor in tensors]
+        if id(forward) in self._seen:  # another pass begins
+            self._seen, self._last = set(), None
+            self._known.clear()
+        self._seen.add(id(forward))
+        inputs = _Inputs(self, forward, args, kwargs, movable)
+        self._last = ref(inputs)
+        # Of no elements: torch keeps the random states of the devices of what it is given.
+        here = torch.empty(0, device=self.device)
+        return inputs, [here, *(tensor for tensor, moves in zip(tensors, movable, strict=True) if not moves)]
+
+    @staticmethod
+    def active() -> bool:
+        """Return whether a block's inputs are kept now."""
+        # Inside of another block whose inputs are kept, only the outermost one keeps any.
+        return torch.is_grad_enabled() and not _inside.get() and not torch.compiler.is_compiling()
+
+    def _moves(self, tensor: Tensor) -> bool:
+        """Return whether it waits elsewhere."""
+        return (
+            type(tensor) is Tensor  # a subclass may hold more than its elements
+            and tensor.nbytes >= max(1, self.least)
+            and tensor.device.type == self.device.type
+            and (tensor.is_floating_point() or tensor.is_complex())  # others, as masks and token ids, are small
+            # Parameters are there anyway, or fetched by their unit; of inference tensors torch counts no versions.
+            and not (isinstance(tensor._base, nn.Parameter) or tensor.is_inference())
+            # These two are views whose elements are not what their memory holds.
+            and not (tensor.is_conj() or tensor.is_neg())
+            and _is_dense(tensor)
+        )
+
+    def put(self, tensor: Tensor) -> _Kept:
+        """Keep a tensor; the same one, unchanged since another block was given it, is kept once."""
+        storage = StorageWeakRef(tensor.untyped_storage())
+        key = (storage.cdata, tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        entry = self._known.get(key)
+        if entry is None:
+            self._known[key] = entry = _Kept(self, tensor, storage)
+        return entry
+
+    def begin_backward(self) -> None:
+        """Note that inputs are asked for, and listen for the end of the backward."""
+        self._known.clear()  # an update may follow
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._task):
+            self._task, self._differs = task, []
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def prefetch(self, inputs: _Inputs | None) -> None:
+        """Start to bring a block's inputs back; those of another that nobody took are dropped."""
+        wanted = [] if inputs is None else inputs.kept
+        for entry in filter(None, (reference() for reference in self._prefetched)):
+            if not any(entry is other for other in wanted):
+                entry.drop()
+        for entry in wanted:
+            entry.start()
+        self._prefetched = [ref(entry) for entry in wanted]
+
+    def compare(self, gathered: Tensor, checksum: Tensor) -> None:
+        """Note whether what was gathered is what this rank was given."""
+        self._differs.append(_checksum(gathered) != checksum)
+
+    def _end_backward(self) -> None:
+        """Drop what nobody took; raise RuntimeError if what was partitioned was not the same on all ranks."""
+        self._task = -1
+        self.prefetch(None)
+        differs, self._differs = self._differs, []
+        if self.group is None or not differs:
+            return
+        # An exchange is safe here: autograd calls this on all ranks alike, as their backwards are the same.
+        number = torch.stack(differs).sum().view(1)
+        if bool(self.group.exchange(number, _TAG).any()):
+            raise RuntimeError(
+                "activation_checkpointing.partition_activations keeps a part of each block's inputs on each rank of "
+                f"the axis {self.group.axis}, but inputs differ between these ranks, and the gradients are wrong: name "
+                "whole blocks in activation_checkpointing.targets, whose inputs are the same on all of them, or set "
+                "activation_checkpointing.partition_activations to false"
+            )
+
+
+class _Kept:
+    """A tensor that waits elsewhere."""
+
+    def __init__(self, store: ActivationStore, tensor: Tensor, storage: StorageWeakRef) -> None:
+        # Its copy on the device, if that has been started, and the event after which it is there.
+        self.prefetched: tuple[Tensor, torch.Event | None] | None = None
+        self._store = store
+        self._source = storage  # as long as it is referred to, no other storage has its address
+        self._size, self._stride, self._dtype = tensor.shape, tensor.stride(), tensor.dtype
+        self._elements = tensor.numel()
+        with torch.no_grad():
+            part = tensor.detach().as_strided((self._elements,), (1,))
+            group = store.group
+            if group is not None:
+                self._checksum = _checksum(part)
+                self._each = -(-self._elements // group.size)
+                part = part[self._each * group.rank : self._each * (group.rank + 1)]
+            self._part = part.clone() if store.pool is None else self._to_host(part, store.pool)
+
+    def _to_host(self, part: Tensor, pool: HostPool) -> Tensor:
+        buffer = pool.take(part.nbytes)
+        finalizer = finalize(self, pool.give, buffer)
+        # At the end of the process there is nobody to lend the buffer to.
+        finalizer.atexit = False
+        host = buffer[: part.nbytes].view(self._dtype)
+        stream = self._store.stream
+        if stream is None:
+            return host.copy_(part)
+        # The copy waits for the current stream, which wrote the tensor; whoever gets the tensor's memory next waits
+        # for the copy.
+        stream.wait_stream(torch.accelerator.current_stream(self._store.device))
+        with stream:
+            host.copy_(part, non_blocking=True)
+        part.record_stream(stream)
+        return host
+
+    def start(self) -> None:
+        """Start to copy this rank's part to the device, unless it is there, or on its way."""
+        if self._store.pool is not None and self.prefetched is None:
+            self.prefetched = self._to_device()
+
+    def drop(self) -> None:
+        """Drop the copy on the device, which nobody took."""
+        self.prefetched = None
+
+    def _to_device(self) -> tuple[Tensor, torch.Event | None]:
+        there = torch.empty_like(self._part, device=self._store.device, pin_memory=False)
+        stream = self._store.stream
+        if stream is None:
+            return there.copy_(self._part), None
+        # The copy waits for the current stream, whose kernels may still read what had this memory before, and, as it
+        # is on the same stream, for the copy to the host.
+        stream.wait_stream(torch.accelerator.current_stream(self._store.device))
+        with stream:
+            there.copy_(self._part, non_blocking=True)
+        there.record_stream(stream)  # it may be dropped before it has arrived
+        return there, stream.record_event()
+
+    def fetch(self) -> Tensor:
+        """Return the tensor as it was, in memory of its own. With a group, all its ranks call it."""
+        store = self._store
+        if store.pool is None:
+            part = self._part
+        else:
+            (part, arrived), self.prefetched = self.prefetched or self._to_device(), None
+            if arrived is not None:
+                torch.accelerator.current_stream(store.device).wait_event(arrived)
+        if store.group is not None:
+            gathered = part.new_empty(self._each * store.group.size)
+            local_part = gathered.chunk(store.group.size)[store.group.rank]
+            local_part[: part.numel()].copy_(part)
+            store.group.all_gather(gathered, local_part, _TAG).wait()
+            part = gathered[: self._elements]
+            store.compare(part, self._checksum)
+        return part.as_strided(self._size, self._stride)
+
+
+class _Inputs:
+    """A block's forward with the inputs that wait elsewhere."""
+
+    def __init__(
+        self, store: ActivationStore, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+        movable: list[bool],
+    ) -> None:  # fmt: skip
+        self._store, self._forward = store, forward
+        self._called_with: tuple[Any, Any] | None = (args, kwargs)  # for the first call, which computes with them
+        self._before = store._last
+        places: list[Tensor] = []
+        entries: list[_Kept | None] = []
+
+        def take(tensor: Tensor) -> Tensor:
+            entries.append(store.put(tensor) if movable[len(entries)] else None)
+            self._grads.append(tensor.requires_grad)
+            # A placeholder in the containers, so that the tensor itself can be freed.
+            places.append(torch.empty(0, device="cpu"))
+            return places[-1]
+
+        self._grads: list[bool] = []
+        self._tree = map_tensors((args, kwargs), take)
+        self._places = {id(place): n for n, place in enumerate(places)}
+        self._kept = entries
+
+    @property
+    def kept(self) -> list[_Kept]:
+        return [entry for entry in self._kept if entry is not None]
+
+    def __call__(self, _: Tensor, *staying: Tensor) -> Any:
+        called_with, self._called_with = self._called_with, None
+        args, kwargs = self._restored(staying) if called_with is None else called_with
+        del called_with
+        token = _inside.set(True)
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            _inside.reset(token)
+
+    def _restored(self, staying: tuple[Tensor, ...]) -> tuple[Any, Any]:
+        rest = iter(staying)
+        with torch.no_grad():
+            self._store.begin_backward()
+            # In the order of the arguments, which is the same on all ranks.
+            values = [next(rest) if entry is None else entry.fetch() for entry in self._kept]
+            self._store.prefetch(self._before() if self._before is not None else None)
+        for value, entry, grad in zip(values, self._kept, self._grads, strict=True):
+            if entry is not None:
+                value.requires_grad_(grad)
+        restored: tuple[Any, Any] = map_tensors(self._tree, lambda place: values[self._places[id(place)]])
+        return restored
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor's elements are contiguous in some order of dims, so that a copy can keep the strides."""
+    expected = 1
+    dims = sorted((step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    for step, size in dims:
+        if step != expected:
+            return False
+        expected *= size
+    return tensor.layout is torch.strided
+
+
+def _checksum(flat: Tensor) -> Tensor:
+    """Return the sum of the bits of a 1-D tensor: int64, of no dims."""
+    dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[flat.itemsize]
+    # Whole numbers, whose sum depends on no order.
+    return flat.view(dtype).sum(dtype=torch.int64)

@@ -1,0 +1,116 @@
+"""Activation checkpointing: keep a module's inputs, compute its activations again in the backward.
+
+Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zeromesh.parallel.activation.repeat import Repeatable, modules_of
+
+if TYPE_CHECKING:
+    from zeromesh.parallel.activation.activation_store import ActivationStore
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``function`` and keep only its inputs; its activations are computed again in the backward.
+
+    Random numbers, such as dropout's, are the same both times. If ``function`` is a module, or a method of one, the
+    buffers are, too, and change once.
+
+    Args:
+        function: any callable on tensors; it is called again in the backward and must compute the same.
+        *args: its arguments.
+        **kwargs: its keyword arguments.
+    """
+    return _checkpoint(function, modules_of(function), False, *args, **kwargs)
+
+
+def _checkpoint(
+    function: Callable[..., Any], modules: Sequence[nn.Module], selective: bool, /, *args: Any, **kwargs: Any
+) -> Any:
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    # Imported here: it loads parts of torch that a run without checkpointing does not need.
+    from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+    if selective:
+        from zeromesh.parallel.activation.selective import contexts
+
+        kwargs["context_fn"] = contexts
+    if any(isinstance(module, nn.RReLU) for module in modules):
+        # It keeps its random slopes before it has drawn them; a recomputation that stops there never draws them.
+        kwargs["early_stop"] = False
+    # Without reentrant autograd, which keeps hooks, keyword arguments and random states right.
+    return torch_checkpoint(Repeatable(function, modules), *args, use_reentrant=False, **kwargs)
+
+
+def checkpoint_with(
+    store: ActivationStore | None, function: Callable[..., Any], /, *args: Any, selective: bool = False, **kwargs: Any
+) -> Any:
+    """Checkpoint a call, as ``checkpoint``.
+
+    Args:
+        store: where its inputs wait; None: where they are.
+        function: as for ``checkpoint``.
+        *args: its arguments.
+        selective: keep results of matrix products and attention, too, so that only cheap operators run again.
+        **kwargs: its keyword arguments.
+    """
+    return _keep_inputs(store, function, modules_of(function), selective, args, kwargs)
+
+
+def _keep_inputs(
+    store: ActivationStore | None, function: Callable[..., Any], modules: Sequence[nn.Module], selective: bool,
+    args: tuple[Any, ...], kwargs: dict[str, Any],
+) -> Any:  # fmt: skip
+    if store is None or not store.active():
+        return _checkpoint(function, modules, selective, *args, **kwargs)
+    function, tensors = store.keep(function, args, kwargs)
+    del args, kwargs  # which would hold the inputs while the block computes
+    return _checkpoint(function, modules, selective, *tensors)
+
+
+def checkpoint_modules(
+    modules: Iterable[nn.Module], store: ActivationStore | None = None, selective: bool = False
+) -> None:
+    """Have the forward of each module checkpointed, in place; see ``checkpoint_with``."""
+    # Their forward and not they themselves: their hooks run around it, once.
+    for module in modules:
+        module.forward = partial(_without_cache, module.forward, store, selective, module)
+
+
+def compile_forward(module: nn.Module, **options: Any) -> None:
+    """Have the module's forward compiled."""
+    forward: Any = module.forward
+    # Inside the checkpoint if the inputs wait elsewhere: moving them cannot be traced.
+    if isinstance(forward, partial) and forward.func is _without_cache and forward.args[1] is not None:
+        compiled: Any = partial(_without_cache, torch.compile(forward.args[0], **options), *forward.args[1:])
+    else:
+        compiled = torch.compile(forward, **options)
+    module.forward = compiled
+
+
+def _without_cache(
+    forward: Callable[..., Any], store: ActivationStore | None, selective: bool, module: nn.Module, /, *args: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Checkpoint a call, without the cache of keys and values that transformers may pass."""
+    # What is computed twice must not be added to a cache twice.
+    if torch.is_grad_enabled():
+        args = tuple(None if _is_cache(value) else value for value in args)
+        kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+        kwargs |= {"use_cache": False} if kwargs.get("use_cache") else {}
+    # The module's own forward may have been replaced by a function that does not show it.
+    return _keep_inputs(store, forward, list(module.modules()), selective, args, kwargs)
+
+
+def _is_cache(value: Any) -> bool:
+    """Return whether it is one of transformers', in which each block leaves its keys and values."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")

@@ -1,0 +1,126 @@
+"""Common parts of models whose sequences are spread over ranks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zeromesh.base.worker import started_by_code
+from zeromesh.comm.collectives import Group
+from zeromesh.parallel.context import spread_batch as batch
+from zeromesh.parallel.context.spread_attention import attend
+
+
+class Unsupported(ValueError):
+    """A model, or what it is called with, that cannot run with its sequences spread over ranks."""
+
+
+def refuse(what: str, reason: str, remedy: str = "set mesh.context to 1") -> Unsupported:
+    """Return the error for a model, or a part of it."""
+    return Unsupported(f"{what} cannot run under context parallelism: {reason}; {remedy}")
+
+
+class SpreadSequences:
+    """Context parallelism of one model, by one of ``STRATEGIES``; messages take three tags from ``tag`` on.
+
+    Attributes:
+        active: True if the model's sequences are spread at present.
+        losses: number of calls of the model's loss function since the forward began.
+    """
+
+    def __init__(self, strategy: str, group: Group, tag: int) -> None:
+        self.strategy, self.group, self.tag = strategy, group, tag
+        self.active, self._sends = True, True
+        self._attentions = self.losses = 0
+        # A compiler cannot follow messages between ranks, and would compile anew for each number of calls.
+        self._uncompiled = torch.compiler.disable(self._attend)
+        purposes = f"{strategy} attention", "gradients of keys and values", "the mean loss"
+        group.purposes.update(zip(range(tag, tag + 3), purposes, strict=True))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SpreadSequences:
+        """Return the same object: a copy of a model is spread over the same ranks."""
+        return self
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Compute without context parallelism in this context: each rank all that it is given."""
+        before, self.active = self.active, False
+        try:
+            yield
+        finally:
+            self.active = before
+
+    @contextmanager
+    def without_messages(self) -> Iterator[None]:
+        """Compute with tensors without memory in this context, as in a check of the model's code."""
+        self._sends = False
+        try:
+            yield
+        finally:
+            self._sends = True
+
+    def begin(self) -> None:
+        """Count calls of attention and of the loss anew: a forward begins."""
+        self._attentions = self.losses = 0
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        """Compute causal attention of this rank's part of the sequence."""
+        if not self._sends:
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
+            )
+        out: Tensor = self._uncompiled(q, k, v, scale)
+        return out
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        if started_by_code.get():
+            raise refuse("attention", "it is called in a thread that the model's code has started", "call it in order")
+        self._attentions += 1
+        return attend(self.strategy, q, k, v, self.group, self.tag, scale)
+
+    def mean_loss(self, loss: Tensor, labels: Tensor) -> Tensor:
+        """See ``batch.mean_loss``."""
+        if not self._sends:
+            return loss
+        self.losses += 1
+        return batch.mean_loss(loss, labels, self.group, self.tag + 2)
+
+    def require_attention(self, name: str) -> None:
+        """Raise Unsupported if the model's forward has ended without a call of attention that was seen."""
+        # Its attention would then see this rank's tokens only, and nothing else would tell.
+        if not self._attentions:
+            raise refuse(name, "its forward ended without a call of the attention that is replaced")
+
+
+def replace_forward(module: nn.Module, run: Callable[..., Any]) -> None:
+    """Replace the module's forward by ``run(forward, *args, **kwargs)``."""
+    # Unlike hooks, it also runs where a wrapper of the model calls ``forward`` itself.
+    forward = module.forward
+    module.forward = functools.wraps(forward)(functools.partial(run, forward))
+
+
+def parameters_of(kind: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
+    """Return the signature of the forward of a class of modules."""
+    return inspect.signature(kind.forward).parameters
+
+
+def named_arguments(kind: type[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the forward of a class of modules, all by name."""
+    if not args:
+        return dict(kwargs)
+    bound = inspect.signature(kind.forward).bind_partial(None, *args, **kwargs)
+    signature = bound.signature.parameters
+    named = dict(list(bound.arguments.items())[1:])
+    for name in list(named):
+        if signature[name].kind is inspect.Parameter.VAR_KEYWORD:
+            named |= named.pop(name)
+        elif signature[name].kind is inspect.Parameter.VAR_POSITIONAL:
+            raise refuse(kind.__name__, f"its forward takes any number of arguments as *{name}")
+    return named

@@ -1,0 +1,221 @@
+"""Context parallelism of causal decoders of transformers."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from zeromesh.parallel.context import spread_batch as batch
+from zeromesh.parallel.context.applied import SpreadSequences, named_arguments, parameters_of, refuse, replace_forward
+from zeromesh.parallel.context.spread_attention import require_heads
+from zeromesh.parallel.context.torch_attention import check_of, followed, require_no_mixing, require_plain
+from zeromesh.parallel.follow.token_check import Following, TokenCheck
+
+_numbers = itertools.count()
+
+_KNOWN = ("torch", "transformers", "peft", "bitsandbytes", "zeromesh")  # packages whose layers are known
+
+# Rotary positions whose frequencies depend on the longest position that a rank has.
+_FROM_LONGEST = ("dynamic", "longrope")
+
+# Arguments of attention that it may have beside the usual ones, and what they mean.
+_EXTRAS = {
+    "sliding_window": "its attention sees a sliding window of {value} tokens",
+    "softcap": "its attention caps scores at {value}",
+    "s_aux": "its attention has sinks",
+    "position_bias": "its attention adds a bias to scores",
+}
+
+
+def install(model: Any, applied: SpreadSequences, unchecked: Sequence[str] = ()) -> None:
+    """Change a model of transformers so that its sequences are spread over ranks. Raise Unsupported if it cannot.
+
+    Code of classes that are not of transformers is checked as that of other models is.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    require(model)
+    heads = getattr(model.config, "num_attention_heads", None)
+    if applied.strategy == "ulysses" and heads is not None:
+        require_heads(heads, applied.group.size)
+    # Models call attention, and make masks, through tables by the name in their configuration: each gets a name of its
+    # own.
+    name = f"zeromesh_context_{next(_numbers)}"
+    parts = _Parts(model, applied, ALL_ATTENTION_FUNCTIONS["sdpa"], ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    AttentionInterface.register(name, parts.attention)
+    AttentionMaskInterface.register(name, parts.mask)
+    # The tables live as long as the process, and would keep a function for every model that ever was.
+    for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        weakref.finalize(model, table._global_mapping.pop, name, None)
+    model.set_attn_implementation(name)
+    if "labels" in parameters_of(type(model)):
+        model.loss_function = partial(_loss, model.loss_function, applied)
+    if any(type(module).__module__.partition(".")[0] not in _KNOWN for module in model.modules()):
+        parts.check = check_of(model, applied, unchecked, trusted="transformers")
+        parts.check.install(model)
+    replace_forward(model, parts.run)
+
+
+def require(model: Any) -> None:
+    """Raise Unsupported if a model is not a causal decoder whose attention can be replaced."""
+    config, name = model.config, type(model).__name__
+    parameters = parameters_of(type(model))
+    for applies, reason in (
+        (config.is_encoder_decoder, "it is an encoder with a decoder, and only causal decoders can be spread"),
+        (model._is_stateful, "its state-space or recurrent layers read a sequence from its begin"),
+        (getattr(config, "alibi", False), "it adds biases to its attention's scores (ALiBi)"),
+    ):
+        if applies:
+            raise refuse(name, reason)
+    _require_modules(model)
+    if not model._supports_attention_backend:
+        reason = "it computes attention itself (with ALiBi, say) and not by transformers' table of attention functions"
+        raise refuse(name, reason)
+    if config._attn_implementation != "sdpa":
+        raise refuse(
+            name,
+            f"its attention is {config._attn_implementation!r}, and only 'sdpa' is replaced",
+            "build it with attn_implementation='sdpa', where it has that, or set mesh.context to 1",
+        )
+    for option in ("attention_dropout", "attn_pdrop", "layerdrop"):
+        if isinstance(value := getattr(config, option, 0.0), int | float) and value > 0:
+            raise refuse(name, f"{option} is {value:g}, which ranks would have to draw alike", f"set {option} to 0")
+    rope = getattr(config, "rope_parameters", None) or {}
+    for settings in (rope, *(one for one in rope.values() if isinstance(one, dict))):
+        if settings.get("rope_type") in _FROM_LONGEST:
+            reason = f"the frequencies of its rotary positions ({settings['rope_type']}) follow the longest position "
+            raise refuse(name, f"{reason}that a rank has", "take another rope_type, or set mesh.context to 1")
+    if "position_ids" not in parameters:
+        raise refuse(name, "its forward takes no position_ids")
+    if "labels" in parameters and "shift_labels" not in inspect.signature(model.loss_function).parameters:
+        loss = getattr(model.loss_function, "__name__", type(model.loss_function).__name__)
+        raise refuse(name, f"its loss, {loss}, takes no shift_labels, so it is not the one of next tokens")
+
+
+def _require_modules(model: Any) -> None:
+    config = model.config
+    require_no_mixing(model)
+    kinds = getattr(config, "layer_types", None) or []
+    for number, kind in enumerate(kinds):
+        if kind != "full_attention":
+            raise refuse(f"layer {number} of {type(model).__name__}", f"it is of the kind {kind}, not full_attention")
+    if not getattr(config, "is_causal", True):
+        raise refuse(type(model).__name__, "its attention is not causal")
+    window_of_all = None if kinds else getattr(config, "sliding_window", None)
+    for path, module in model.named_modules():
+        if not hasattr(module, "is_causal"):  # it is no attention
+            continue
+        what = f"{path} ({type(module).__name__})"
+        if not module.is_causal:
+            raise refuse(what, "its attention is not causal")
+        if isinstance(window := getattr(module, "sliding_window", window_of_all), int):
+            remedy = "set sliding_window to None, if it may see all, or set mesh.context to 1"
+            raise refuse(what, f"its attention sees a sliding window of {window} tokens", remedy)
+        if getattr(module, "attn_logit_softcapping", None) is not None:
+            raise refuse(what, f"its attention caps scores at {module.attn_logit_softcapping}")
+        if getattr(module, "sinks", None) is not None:
+            raise refuse(what, "its attention has sinks")
+
+
+def _counted_positions(model: nn.Module | None, named: Mapping[str, Any]) -> Tensor | None:
+    """Return the positions of whole sequences, as a model like RoBERTa counts them; None for others."""
+    # From ``padding_idx + 1`` on, and without the padding: the tokens before a rank's part must be seen.
+    name = "input_ids" if named.get("input_ids") is not None else "inputs_embeds"
+    for module in () if model is None else model.modules():
+        count = getattr(module, _COUNTING[name], None)
+        if count is not None:
+            settings = {name: named[name], "padding_idx": module.padding_idx, "past_key_values_length": 0}
+            counted: Tensor = count(**{key: settings[key] for key in inspect.signature(count).parameters})
+            return counted.expand(named[name].shape[:2])
+    return None
+
+
+# Methods by which modules of transformers' models count positions, by what they count those of.
+_COUNTING = {
+    "input_ids": "create_position_ids_from_input_ids", "inputs_embeds": "create_position_ids_from_inputs_embeds",
+}  # fmt: skip
+
+
+class _Parts:
+    """Replacements of a model's forward, attention and mask functions."""
+
+    def __init__(self, model: nn.Module, applied: SpreadSequences, attention: Any, mask: Any) -> None:
+        self._kind, self._applied, self._sdpa, self._sdpa_mask = type(model), applied, attention, mask
+        self._model = weakref.ref(model)  # the tables that hold this must not keep the model
+        self.check: TokenCheck | None = None
+
+    def run(self, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+        applied = self._applied
+        if not applied.active:
+            return forward(*args, **kwargs)
+        named, name = named_arguments(self._kind, args, kwargs), self._kind.__name__
+        if named.get("past_key_values") is not None:
+            raise refuse(name, "it is called with a cache, as in generation", "generate within paused()")
+        if named.get("num_items_in_batch") is not None:
+            reason = "num_items_in_batch counts labels, and the ranks count theirs themselves"
+            raise refuse(name, reason, "leave it out")
+        part = batch.split(named, applied.group, counted=_counted_positions(self._model(), named))
+        if "use_cache" in parameters_of(self._kind):
+            # A cache would have this rank's tokens only.
+            part["use_cache"] = False
+        applied.begin()
+        if self.check is None:
+            output = forward(**part)
+        else:
+            with Following(self.check):
+                output = followed(name, self.check, part, applied, partial(forward, **part))
+        applied.require_attention(name)
+        # A loss that was computed otherwise would be the mean over this rank's tokens only.
+        if "labels" in part and not applied.losses:
+            raise refuse(name, "it computes its loss without its loss_function")
+        return output
+
+    def attention(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+        dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **extras: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        """Attention function in the signature of transformers."""
+        if not self._applied.active:
+            found: tuple[Tensor, None] = self._sdpa(
+                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
+                **extras,
+            )  # fmt: skip
+            return found
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if attention_mask is not None or not causal or dropout > 0 or query.shape[2] != key.shape[2]:
+            require_plain(self._name(module), query, key, attention_mask, dropout, causal)
+        for extra, meaning in _EXTRAS.items():
+            if (setting := extras.get(extra)) is not None:
+                raise refuse(self._name(module), meaning.format(value=setting))
+        return self._applied.attend(query, key, value, scaling).transpose(1, 2).contiguous(), None
+
+    def _name(self, module: nn.Module) -> str:
+        model = self._model()
+        paths = [] if model is None else [path for path, one in model.named_modules() if one is module]
+        return f"{paths[0] if paths else 'a module'} ({type(module).__name__})"
+
+    def mask(self, *args: Any, **kwargs: Any) -> Any:
+        """Return no mask, in the signature of transformers: attention is causal, and positions have no jumps."""
+        if not self._applied.active:
+            return self._sdpa_mask(*args, **kwargs)
+        name = self._kind.__name__
+        if kwargs.get("local_size") is not None:
+            raise refuse(name, f"its attention sees a window or a chunk of {kwargs['local_size']} tokens")
+        if kwargs.get("allow_is_bidirectional_skip") or kwargs.get("use_vmap"):
+            raise refuse(name, "its attention has a mask of its own, where only causal attention can be spread")
+        return None
+
+
+def _loss(loss: Any, applied: SpreadSequences, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Compute a model's loss of labels that are shifted already, of this rank's part of the sequence."""
+    if not applied.active:
+        return loss(logits, labels, *args, **kwargs)
+    return applied.mean_loss(loss(logits, labels, *args, shift_labels=labels, **kwargs), labels)

@@ -1,0 +1,46 @@
+"""Change of a model so that its sequences are spread over the ranks of the context axis."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from torch import nn
+
+from zeromesh.comm.collectives import Group
+from zeromesh.parallel.context import huggingface_decoders as huggingface
+from zeromesh.parallel.context import torch_attention as plain
+from zeromesh.parallel.context.applied import SpreadSequences
+from zeromesh.parallel.context.spread_attention import STRATEGIES
+
+TAG = 8  # first of three on the context axis that nothing else uses
+
+
+def apply(
+    model: nn.Module, strategy: str, group: Group, tag: int = TAG, unchecked: Sequence[str] = ()
+) -> SpreadSequences:  # fmt: skip
+    """Change a model in place: it is called as before, with whole sequences, and each rank computes its part.
+
+    Given labels, its loss is the mean over the whole sequences, equal on all ranks; the mean of gradients over the
+    ranks is the loss's gradient. All else that it returns is of this rank's tokens, in the order of
+    ``sequence_order.py``.
+
+    The model is a causal decoder of transformers with the attention sdpa, or one inside of other modules; or a torch
+    module that calls ``F.scaled_dot_product_attention(is_causal=True)``, takes the positions of its tokens, and whose
+    labels are those of the next tokens. Raise Unsupported for others, some only in a forward. Code that is not of
+    transformers is checked, but for modules whose names fit a pattern in ``unchecked``: they compute each token by
+    itself.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"the strategy is {strategy!r}, but it must be one of {', '.join(STRATEGIES)}")
+    applied = SpreadSequences(strategy, group, tag)
+    if group.size == 1:
+        return applied
+    # To import transformers takes seconds, and a model of it cannot be there without.
+    utils = sys.modules.get("transformers.modeling_utils")
+    models = [one for one in model.modules() if utils is not None and isinstance(one, utils.PreTrainedModel)]
+    if models:
+        huggingface.install(models[0], applied, unchecked)
+    else:
+        plain.install(model, applied, unchecked)
+    return applied

@@ -1,0 +1,1 @@
+"""Heads of language models whose logits are never all there."""

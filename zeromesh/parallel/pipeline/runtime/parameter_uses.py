@@ -1,0 +1,184 @@
+"""Uses of parameters in a model's forward, found by running it on tensors without memory."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import arg_tree_leaves, tree_leaves
+
+from zeromesh.base.containers import map_tensors, tensors_of
+from zeromesh.base.lengths import positions
+from zeromesh.base.operation_counts import FORMULAS
+from zeromesh.parallel.follow.imitation import WithoutMemory, dry, dtype_of, imitated
+from zeromesh.parallel.follow.samples import LENGTH, LONGEST, ModelInput, samples_of
+from zeromesh.parallel.pipeline.runtime.stage import _Gate
+
+MORE = 4  # limit of operators of a long text's trace, in multiples of those of a short one
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelTrace:
+    """Trace of a forward, in sections: before the first call of a block, and from each call of a block to the next."""
+
+    calls: tuple[int, ...]  # numbers of the blocks in the order of their calls
+    uses: Mapping[str, frozenset[int]]  # parameter, under the first of its names -> the sections in which it was used
+    operations: tuple[float, ...]  # floating-point operations of each section
+    # Pairs of a section in which a value was computed and a later one that read it past the blocks' arguments; between
+    # the two, the forward cannot be left and entered again.
+    crossings: frozenset[tuple[int, int]]
+    operators: int  # number of operators called
+
+
+def trace(model: nn.Module, blocks: Sequence[str], run_input: ModelInput | None = None) -> ModelTrace | None:
+    """Trace a model's forward, without changing the model; None if it cannot be traced. The log has the reason.
+
+    ``run_input`` is the input of the run, which is tried before guessed ones.
+    """
+    reasons: list[str] = []
+    if run_input is not None and (traced := _attempt(model, blocks, run_input, reasons)):
+        return traced
+    for place, sample in enumerate(samples_of(model)):
+        if traced := _attempt(model, blocks, sample, reasons):
+            # Of a text that the model takes, in tokens, as far as known.
+            length = min(positions(getattr(model, "config", None)) or 0, LONGEST)
+            if length <= LENGTH:
+                return traced
+            # Operations are to be counted for long texts, unless these take more operators than a short one does: some
+            # models go through texts in a loop of Python.
+            longer = list(samples_of(model, length))[place]
+            return _attempt(model, blocks, longer, reasons, MORE * traced.operators) or traced
+    _log.debug("%s is not traced, so what is outside of its blocks counts as used in the order of registration: %s",
+               type(model).__name__, reasons[-1] if reasons else "it is not known what inputs it takes")  # fmt: skip
+    return None
+
+
+def _attempt(
+    model: nn.Module, blocks: Sequence[str], sample: ModelInput, reasons: list[str], limit: float = float("inf")
+) -> ModelTrace | None:
+    # A condition on values, which tensors without memory lack, is tried both ways.
+    for guess in (False, True):
+        try:
+            with dry(model):
+                return _trace(model, blocks, sample, guess, limit)
+        except Exception as error:
+            _log.debug("%s cannot be traced", type(model).__name__, exc_info=True)
+            reasons.append(f"{type(error).__name__}: {error}")
+            if not getattr(error, "guessed", True):
+                break
+    return None
+
+
+def _trace(model: nn.Module, blocks: Sequence[str], sample: ModelInput, guess: bool, limit: float) -> ModelTrace:
+    copied, copies = imitated(model)
+    names = {id(parameter): name for name, p in model.named_parameters() for parameter in (p, copies[id(p)])}
+    run = _Tracing(names, len(blocks), guess, limit)
+    for index, name in enumerate(blocks):
+        parent, _, child = name.rpartition(".")
+        block = copied.get_submodule(name)
+        copied.get_submodule(parent)._modules[child] = _Gate(block, index, run)  # type: ignore[arg-type]
+        for buffer_name, buffer in block.named_buffers():
+            owner, _, key = buffer_name.rpartition(".")
+            # Buffers that are state go with the block; others every stage has, as it has masks.
+            if key not in block.get_submodule(owner)._non_persistent_buffers_set:
+                run.states.add(id(buffer))
+    try:
+        with torch.no_grad():
+            sample.run_dry(copied, dtype_of(model), run)
+    except Exception as error:
+        vars(error)["guessed"] = run.guessed
+        raise
+    uses = {name: frozenset(sections) for name, sections in run.uses.items()}
+    return ModelTrace(tuple(run.calls), uses, tuple(run.operations), frozenset(run.crossings), run.operators)
+
+
+class _Tracing(WithoutMemory):
+    """Record of what each operator reads and makes. Gates of blocks call it as they call a ``_Run``."""
+
+    def __init__(self, names: Mapping[int, str], blocks: int, guess: bool, limit: float) -> None:
+        super().__init__(guess, limit)
+        self._names = names
+        self.states: set[int] = set()
+        self.calls: list[int] = []
+        self.uses: dict[str, set[int]] = defaultdict(set)
+        self.operations = [0.0]
+        self.crossings: set[tuple[int, int]] = set()
+        self._inside = False
+        self._arguments: frozenset[int] = frozenset()
+        self._handed: set[int] = set()
+        # The sections in which tensors were made that depend on parameters. The tensors are kept with their views, as
+        # an id may be given again once its tensor is gone.
+        self._made: dict[int, int] = {}
+        self._views: dict[int, list[Tensor]] = defaultdict(list)
+
+    @property
+    def _section(self) -> int:
+        return len(self.calls)
+
+    def called(self, block: nn.Module, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note the model's call of a block."""
+        if self._inside:  # an outer block calls it, of which it is a part
+            return block(*args, **kwargs)
+        arguments = tensors_of((args, kwargs))
+        for tensor in arguments:  # an argument is handed on from stage to stage: only the first block uses it
+            if id(tensor) in self._names and id(tensor) not in self._handed:
+                self.uses[self._names[id(tensor)]].add(self._section)
+                self._handed.add(id(tensor))
+        self.calls.append(index)
+        self.operations.append(0.0)
+        self._inside, self._arguments = True, frozenset(map(id, arguments))
+        try:
+            output = block(*args, **kwargs)
+            # What a block returns is another value than what it was given, even where it is the same tensor.
+            return map_tensors(output, lambda x: x.view_as(x) if id(x) in self._arguments else x)
+        finally:
+            self._inside, self._arguments = False, frozenset()
+
+    def run_operator(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Note an operator, and what it makes."""
+        operator = func._overloadpacket
+        read = [x for x in arg_tree_leaves(*args, **kwargs) if isinstance(x, Tensor)]
+        depends = [self._read(x) for x in read] if operator not in _OF_SHAPES else []
+        result = self.compute(func, args, kwargs)
+        if formula := FORMULAS.get(operator):
+            self.operations[self._section] += int(formula(*args, **kwargs, out_val=result))
+        results = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        for tensor in results:
+            self._views[_storage(tensor)].append(tensor)
+        if self._inside or any(depends):
+            if func._schema.is_mutable:
+                # A write also reaches the views that were taken of the tensor before.
+                named = zip(func._schema.arguments, args, strict=False)
+                written = [x for declared, x in named if declared.is_write and isinstance(x, Tensor)]
+                results += [view for x in written for view in (x, *self._views[_storage(x)])]
+            for tensor in results:
+                self._made[id(tensor)] = self._section
+        return result
+
+    def _read(self, tensor: Tensor) -> bool:
+        """Note that a tensor is read; return whether it depends on parameters."""
+        if id(tensor) in self._names:
+            if id(tensor) not in self._arguments:
+                self.uses[self._names[id(tensor)]].add(self._section)
+            return True
+        section = self._made.get(id(tensor))
+        if section is not None and section < self._section and id(tensor) not in self._arguments:
+            self.crossings.add((section, self._section))
+        return section is not None or id(tensor) in self.states
+
+
+# Operators that read no values.
+_NEW = ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
+_LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
+_OF_SHAPES = {getattr(torch.ops.aten, name) for name in (*_NEW, *_LIKE)}
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

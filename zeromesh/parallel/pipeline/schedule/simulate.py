@@ -1,0 +1,117 @@
+"""When each action of a schedule begins and ends, by the time that actions take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from zeromesh.parallel.pipeline.schedule.actions import COMPUTE, RECEIVES, Action, Kind, Schedule
+from zeromesh.parallel.pipeline.schedule.execution import dependencies, execute
+
+PerStage = float | Sequence[float]  # one number for all stages, or one for each
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times of actions, in any unit, and memory of activations."""
+
+    forward: PerStage = 1.0  # time of a micro-batch's forward, and of its recomputation
+    input: PerStage = 1.0  # of its input gradient
+    weight: PerStage = 1.0  # of its weight gradient
+    backward: PerStage | None = None  # of both at once; None: their sum
+    latency: float = 0.0  # of a message between two ranks
+    activation: PerStage = 1.0  # memory of what a stage keeps of a micro-batch for its backward
+
+    def time(self, kind: Kind, stage: int) -> float:
+        """Return the time that an action of this kind takes the stage's rank; 0 for messages."""
+        # It is given by itself where both at once take another time than one after the other.
+        if kind in (Kind.FORWARD, Kind.RECOMPUTE):
+            return of_stage(self.forward, stage)
+        if kind is Kind.BACKWARD and self.backward is not None:
+            return of_stage(self.backward, stage)
+        needs_input, needs_weight = kind in (Kind.INPUT, Kind.BACKWARD), kind in (Kind.WEIGHT, Kind.BACKWARD)
+        time = of_stage(self.input, stage) if needs_input else 0.0
+        return time + of_stage(self.weight, stage) if needs_weight else time
+
+    @property
+    def stages(self) -> int | None:
+        """Number of stages that have times of their own; None: all have the same."""
+        lists = [len(value) for value in (self.forward, self.input, self.weight) if isinstance(value, Sequence)]
+        return lists[0] if lists else None
+
+    def activations(self, stages: int) -> list[float]:
+        """Return the memory of one micro-batch's activations, by stage."""
+        return [of_stage(self.activation, stage) for stage in range(stages)]
+
+
+def of_stage(value: PerStage, stage: int) -> float:
+    """Return a stage's own number."""
+    return value if isinstance(value, int | float) else value[stage]
+
+
+@dataclass(frozen=True)
+class TimedAction:
+    """An action and when it is done; measured times have this form too."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The actions of each rank with their times, in order."""
+
+    schedule: Schedule
+    ranks: tuple[tuple[TimedAction, ...], ...]
+
+    @cached_property
+    def makespan(self) -> float:
+        """Time at which the last action ends."""
+        return max((step.end for steps in self.ranks for step in steps), default=0.0)
+
+    @property
+    def computed(self) -> list[list[TimedAction]]:
+        """Computations of each rank that take time."""
+        return [[step for step in row if step.action.kind in COMPUTE and step.end > step.start] for row in self.ranks]
+
+    @cached_property
+    def bubbles(self) -> list[float]:
+        """Idle time of each rank between its first and its last computation, in parts of its busy time."""
+        shares = []
+        for computed in self.computed:
+            # The formulas of papers divide by busy time, not by the whole; so figures here can be compared with theirs.
+            busy = sum(step.end - step.start for step in computed)
+            shares.append((computed[-1].end - computed[0].start - busy) / busy if computed else 0.0)
+        return shares
+
+    @property
+    def bubble(self) -> float:
+        """The largest idle share of any rank."""
+        return max(self.bubbles, default=0.0)
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """Follow a schedule, with or without its messages written out. Raise ScheduleError if it deadlocks."""
+    costs = costs or Costs()
+    free = [0.0] * len(schedule.ranks)
+    ready: dict[Action, float] = {}
+    steps: list[list[TimedAction]] = [[] for _ in schedule.ranks]
+    for rank, position in execute(schedule):
+        action = schedule.ranks[rank][position]
+        # Only computation keeps a rank busy: messages are begun in their turn and go on beside it, and what needs them
+        # waits.
+        needed = 0.0
+        for other in dependencies(schedule, action):
+            away = schedule.placement[other.stage] != rank
+            needed = max(needed, ready[other] + (costs.latency if away else 0.0))
+        # A receive is begun before its message is there.
+        start = free[rank] if action.kind in RECEIVES else max(free[rank], needed)
+        end = start + costs.time(action.kind, action.stage)
+        ready[action] = max(end, needed)
+        if action.kind in COMPUTE:
+            free[rank] = end
+        steps[rank].append(TimedAction(rank, action, start, end))
+    return Timeline(schedule, tuple(map(tuple, steps)))

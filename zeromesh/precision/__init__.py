@@ -1,1 +1,0 @@
-"""Loss scaling for fp16."""

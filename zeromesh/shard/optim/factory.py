@@ -1,0 +1,324 @@
+"""Construction of optimizers over the pieces that this rank updates, from a name or from a user's optimizer."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zeromesh.base.kernels.update_rules import rule_of, update_class
+from zeromesh.base.piece import Piece, PieceExchange
+from zeromesh.base.words import public_classes
+from zeromesh.shard.optim.arguments import checked, unknown_parameter, without_auto
+from zeromesh.shard.optim.lamb import Lamb
+from zeromesh.shard.optim.lion import Lion
+from zeromesh.shard.optim.muon import Muon
+
+_log = logging.getLogger(__name__)
+
+# An optimizer that works element by element is right on any piece. One that looks at more is right only where whole
+# parameters are here, or where it is one of ours that asks the other ranks.
+_ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+    getattr(torch.optim, name)
+    for name in ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+) | {Lion}
+
+# Optimizers that get the parts of whole parameters from other ranks, and bytes of their states (Muon's of matrices).
+_EXCHANGING: dict[type[Optimizer], int] = {Lamb: 8, Muon: 4}
+
+_NEVER: dict[type[Optimizer], str] = {
+    torch.optim.LBFGS: "it evaluates the loss several times per step; use it without an engine",
+    torch.optim.SparseAdam: "it takes sparse gradients alone; use Adam, under which embeddings with sparse=True are "
+    "updated as by SparseAdam",
+}
+
+_WHOLE: dict[type[Optimizer], str] = {
+    torch.optim.Adafactor: "it averages over rows and columns; use ZeRO-0 (zero_optimization.stage = 0), or "
+    "another optimizer such as Lion",
+    torch.optim.Muon: 'it orthogonalizes whole matrices; name {"type": "Muon"} in the config, or use '
+    + "ZeRO-0 (zero_optimization.stage = 0)",
+}
+"""Optimizers of torch that are right only on whole parameters, and the remedy where parameters are sharded."""
+
+# Not SGD: with momentum, torch's fails when a parameter's first gradient comes late.
+_FUSED: dict[type[Optimizer], frozenset[str]] = {
+    torch.optim.Adam: frozenset({"cpu", "cuda"}),
+    torch.optim.AdamW: frozenset({"cpu", "cuda"}),
+    torch.optim.Adagrad: frozenset({"cpu"}),
+    Muon: frozenset({"cpu", "cuda"}),
+}
+"""Devices with a fused update."""
+
+
+@dataclass(frozen=True)
+class _Foreign:
+    """A parameter that configs made for DeepSpeed hold but that the class here does not take."""
+
+    optimizers: frozenset[str]
+    remedy: str = ""
+    harmless: tuple[Any, ...] | None = None  # the values that change nothing here; None: any
+
+
+_ADAMS = frozenset({"adam", "adamw"})
+
+_FOREIGN: dict[str, _Foreign] = {
+    "adam_w_mode": _Foreign(_ADAMS),
+    "torch_adam": _Foreign(_ADAMS),
+    "bias_correction": _Foreign(_ADAMS, "torch's Adam always corrects the bias; leave it out", (True,)),
+    "set_grad_none": _Foreign(_ADAMS | {"lion"}),
+    "fp32_optimizer_states": _Foreign(
+        _ADAMS | {"lion", "adagrad"}, "states have the dtype of the master parameters", (True,)
+    ),
+    "amsgrad": _Foreign(frozenset({"lamb", "adagrad"}), "only Adam and AdamW have it", (False,)),
+    "eps_inside_sqrt": _Foreign(frozenset({"lamb"}), "eps is added to the root", (False,)),
+    "ns_method": _Foreign(frozenset({"muon"}), "both compute the same", ("standard", "gram")),
+}
+
+_IMPLEMENTATION = frozenset({"capturable", "differentiable", "foreach", "fused"})
+"""Options that change how an optimizer computes, and no state."""
+
+USUAL_BYTES = 8  # of states of an element: Adam's
+
+_ONE_BIT = "it belongs to the 1-bit optimizers, which are not offered"
+
+_REFUSED_PARAMS: dict[str, str] = {
+    "max_grad_norm": "set `gradient_clipping` at the top level of the config",
+    **dict.fromkeys(("freeze_step", "cuda_aware", "comm_backend_name"), _ONE_BIT),
+}
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameter group as this rank sees it; all ranks have the same groups in the same order."""
+
+    pieces: tuple[Piece, ...]  # this rank's; may be empty
+    options: Mapping[str, Any] = field(default_factory=dict)  # they override those of the optimizer
+
+
+def build(
+    type: str, params: Mapping[str, Any], groups: Sequence[ParameterGroup], exchange: PieceExchange, sharded: bool,
+    allow_untested: bool = False, matrices: frozenset[str] = frozenset(),
+) -> Optimizer:  # fmt: skip
+    """Make the optimizer that a config names, over pieces.
+
+    Args:
+        type: ``adam`` (decoupled weight decay unless ``adam_w_mode`` is false), ``adamw``, ``lamb``, ``lion``,
+            ``adagrad``, ``sgd``, ``muon`` or a class of ``torch.optim``, in upper or lower case.
+        params: its arguments; ``"auto"`` means not given. What is not given has torch's default.
+        groups: as on every rank; an optimizer's ``param_groups`` follow their order (Muon makes two of each).
+        exchange: used by Lamb and Muon.
+        sharded: whether pieces may be less than whole parameters.
+        allow_untested: take classes not known to be right on pieces.
+        matrices: names of the parameters that Muon is to update as matrices.
+    """
+    cls, defaults = _class(type, params)
+    _check_class(cls, sharded, allow_untested)
+    # What the configuration does not say: our own optimizers get it beside their parameters.
+    context: dict[str, Any] = {"exchange": exchange, "pieces": [piece for group in groups for piece in group.pieces]}
+    if cls is Muon:
+        context["matrices"] = matrices
+    arguments = defaults | _accept(type, without_auto(params), _accepted(cls))
+    # It may look at shapes, and whole parameters can have theirs.
+    if not sharded and cls not in _ELEMENTWISE | _EXCHANGING.keys():
+        _give_shapes(piece for group in groups for piece in group.pieces)
+    param_groups = [
+        {"params": [piece.parameter for piece in group.pieces]}
+        | {key: _plain(value) for key, value in without_auto(group.options).items()}
+        for group in groups
+    ]
+    try:
+        optimizer: Optimizer = cls(param_groups, **(context if cls in _EXCHANGING else {}), **arguments)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"optimizer {type} with optimizer.params = {without_auto(params)}: {error}") from error
+    _finish(optimizer)
+    return optimizer
+
+
+def _class(type: str, params: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the class that a config names, and defaults that it has here."""
+    ours = {cls.__name__.lower(): cls for cls in (Lamb, Lion, Muon)}
+    classes: dict[str, Any] = public_classes(torch.optim, Optimizer) | ours
+    # DeepSpeed's Adam has decoupled weight decay unless it is told otherwise, and none by default.
+    if type.lower() == "adam" and params.get("adam_w_mode", True):
+        return torch.optim.AdamW, {"weight_decay": 0.0}
+    return classes[type.lower()], {}
+
+
+def _accepted(cls: type[Optimizer]) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a class that a config may give."""
+    own = {"params", "groups", "exchange", "pieces", "matrices"}
+    return {key: value for key, value in inspect.signature(cls).parameters.items() if key not in own}
+
+
+def state_bytes(type: str, params: Mapping[str, Any]) -> int:
+    """Return the bytes of states that the named optimizer keeps for an element of an fp32 parameter.
+
+    One update of a small matrix tells: names of states differ, and options such as ``momentum`` add some.
+    """
+    cls, _ = _class(type, params)
+    if cls in _EXCHANGING or cls in _NEVER:
+        return _EXCHANGING.get(cls, 0)
+    weight = nn.Parameter(torch.zeros(8, 8, device="cpu", dtype=torch.float32))
+    weight.grad = torch.zeros_like(weight)
+    given = {key: value for key, value in without_auto(params).items() if key not in _IMPLEMENTATION}
+    try:
+        optimizer = cls([weight], **_accept(type, given, _accepted(cls)))
+        optimizer.step()
+    except (ValueError, TypeError, RuntimeError, AssertionError):  # which the start of a run tells
+        return USUAL_BYTES
+    states = [value for value in optimizer.state[weight].values() if torch.is_tensor(value) and value.ndim]
+    return round(sum(value.nbytes for value in states) / weight.numel())
+
+
+def is_elementwise(type: str, params: Mapping[str, Any]) -> bool:
+    """Return whether the named optimizer can take its step in parts; see ``bound.steps_in_parts``."""
+    return rule_of(_class(type, params)[0], params) is not None
+
+
+def adopt(
+    optimizer: Optimizer, pieces_by_parameter: Mapping[nn.Parameter, Piece | None], sharded: bool,
+    allow_untested: bool = False, exchange: PieceExchange | None = None,
+) -> None:  # fmt: skip
+    """Make an optimizer that was built over a model's parameters update this rank's pieces of them, in place.
+
+    ``exchange`` reaches the other pieces for Lamb.
+
+    Raises:
+        ValueError: if the optimizer would be wrong on pieces, has been stepped, or holds foreign parameters.
+    """
+    cls = update_class(optimizer)
+    check_users(optimizer, pieces_by_parameter, sharded, allow_untested)
+    if not sharded and cls not in _ELEMENTWISE | _EXCHANGING.keys():
+        _give_shapes(piece for piece in pieces_by_parameter.values() if piece is not None)
+    # The same group objects, since a scheduler may already hold them.
+    for group in optimizer.param_groups:
+        kept = [(p, piece) for p in group["params"] if (piece := pieces_by_parameter.get(p)) is not None]
+        for parameter in group["params"]:
+            state, piece = optimizer.state.pop(parameter, None), pieces_by_parameter.get(parameter)
+            if piece is None:
+                continue
+            vars(piece.parameter).update(vars(parameter))  # a step may read attributes, such as a rate of its own
+            if not state:
+                continue
+            # Cut what an optimizer such as Adagrad makes at construction.
+            optimizer.state[piece.parameter] = {
+                key: piece.cut(value).to(piece.parameter, copy=True).view_as(piece.parameter)
+                if torch.is_tensor(value) and key != "step" and value.shape == piece.shape
+                else value
+                for key, value in state.items()
+            }
+        # Parameters of which this rank has no piece, and frozen ones, leave their group.
+        group["params"] = [piece.parameter for _, piece in kept]
+        if "param_names" in group:
+            group["param_names"] = [piece.name for _, piece in kept]
+    if isinstance(optimizer, Lamb) and exchange is not None:
+        optimizer.spread([piece for piece in pieces_by_parameter.values() if piece is not None], exchange)
+    _finish(optimizer)
+
+
+def _accept(name: str, given: Mapping[str, Any], accepted: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+    """Return the arguments for the class, after every parameter has been checked."""
+    arguments: dict[str, Any] = {}
+    for key, value in given.items():
+        foreign = _FOREIGN.get(key)
+        if key in accepted:
+            arguments[key] = _plain(checked(f"optimizer.params.{key}", value, accepted[key]))
+        elif key in _REFUSED_PARAMS:
+            raise ValueError(f"optimizer.params.{key} of {name} is not taken: {_REFUSED_PARAMS[key]}")
+        elif foreign is None or name.lower() not in foreign.optimizers:
+            raise unknown_parameter("optimizer.params", key, name, accepted)
+        elif foreign.harmless is not None and value not in foreign.harmless:
+            raise ValueError(f"optimizer.params.{key} of {name} cannot be {value!r}: {foreign.remedy}")
+        else:
+            _log.info("%s.%s of %s has no further effect", "optimizer.params", key, name)
+    return arguments
+
+
+def _plain(value: Any) -> Any:
+    """Return a list of numbers as the tuple of floats that optimizers expect."""
+    if not isinstance(value, list) or not all(isinstance(item, int | float) for item in value):
+        return value
+    return tuple(float(item) for item in value)
+
+
+def check_users(
+    optimizer: Optimizer, parameters: Container[nn.Parameter], sharded: bool, allow_untested: bool = False
+) -> None:
+    """Raise what ``adopt`` raises, of a model with these trainable ``parameters``."""
+    kind = type(optimizer).__name__
+    _check_class(update_class(optimizer), sharded, allow_untested or is_tested(optimizer), kind)
+    # Its state is of whole parameters. Some optimizers make theirs, with a step of 0, when they are built.
+    if any(state and float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
+        raise ValueError(
+            f"{kind} has been stepped or loaded before; give a new one, and load its state with the engine's "
+            "`load_checkpoint`"
+        )
+    foreign = [
+        f"group {number}, parameter {place}"
+        + (f" ({group['param_names'][place]})" if "param_names" in group else "")
+        + f" of shape {tuple(parameter.shape)}"
+        for number, group in enumerate(optimizer.param_groups)
+        for place, parameter in enumerate(group["params"])
+        if parameter.requires_grad and parameter not in parameters
+    ]
+    if foreign:
+        raise ValueError(
+            f"the optimizer holds parameters that are not the model's: {'; '.join(foreign)}; build it over the "
+            "parameters of the model that you pass, after every change that replaces parameters"
+        )
+
+
+def is_tested(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is right on pieces of parameters: its class is known, or says so itself."""
+    return update_class(optimizer) in _ELEMENTWISE | _EXCHANGING.keys() or hasattr(optimizer, "updates_pieces")
+
+
+def _check_class(cls: type[Optimizer], sharded: bool, allow_untested: bool, name: str = "") -> None:
+    if cls in _NEVER:
+        raise ValueError(f"{cls.__name__} cannot be used: {_NEVER[cls]}")
+    if sharded and cls in _WHOLE:
+        raise ValueError(f"{cls.__name__} would be wrong on sharded parameters: {_WHOLE[cls]}")
+    if sharded and not (allow_untested or cls in _ELEMENTWISE | _EXCHANGING.keys()):
+        raise ValueError(
+            f"{name or cls.__name__} is not known to update each element by itself, as it must where parameters are "
+            "sharded; use ZeRO-0 (zero_optimization.stage = 0), or set `zero_allow_untested_optimizer` to "
+            "true if it does"
+        )
+
+
+def _give_shapes(pieces: Iterable[Piece]) -> None:
+    """Give whole parameters their shape back for an optimizer that may look at it."""
+    for piece in pieces:
+        assert piece.whole, f"{piece.name} is not whole"
+        # A view, because the storage is a part of the flat master.
+        piece.parameter.data = piece.parameter.data.view(piece.shape)
+
+
+class NoPieces(list[nn.Parameter]):
+    """Parameters of a group of which this rank updates nothing."""
+
+    def __getitem__(self, index: Any) -> Any:
+        """Raise IndexError, which says why there is none."""
+        if isinstance(index, slice):
+            return NoPieces()
+        raise IndexError(
+            "this rank updates no piece of this parameter group, which is sharded over the ranks: test "
+            'group["params"] before an index, loop over it, or take the parameters of the model itself; with '
+            "ZeRO-0 (zero_optimization.stage = 0) every rank has all"
+        )
+
+
+def _finish(optimizer: Optimizer) -> None:
+    """Explain empty groups; switch on the fused update where the user did not choose, and device and dtype have one."""
+    devices = _FUSED.get(update_class(optimizer), frozenset())
+    for group in optimizer.param_groups:
+        group["params"] = group["params"] or NoPieces()
+        undecided = group.get("fused", False) is None and group["foreach"] is None and not group["differentiable"]
+        if undecided and all(p.device.type in devices and p.is_floating_point() for p in group["params"]):
+            group["fused"] = True

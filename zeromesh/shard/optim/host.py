@@ -1,0 +1,168 @@
+"""Updates of states on the host by the native kernel, where it computes the same as the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from zeromesh.base.kernels.update_pass import StatesApart, StepInput, UpdatePiece, UpdateStep, update
+from zeromesh.base.kernels.update_rules import RULES, rule_of
+from zeromesh.base.placement import Tier
+from zeromesh.shard.store.memory import unloaded, zeros_on
+
+
+def states_of(
+    optimizer: Optimizer, place: str = "the optimizer's state is to rest on NVMe",
+    remedy: str = "offload_optimizer.device = cpu",
+) -> Callable[[Parameter], Sequence[str]]:  # fmt: skip
+    """Return a function from a parameter to the names of its states that the kernel updates, in order.
+
+    It raises ValueError where the kernel does not know the optimizer or its options: the message says what the kernel
+    is needed for (``place``), and what to do without it (``remedy``).
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        if group["params"] and rule_of(optimizer, group) is None:
+            raise ValueError(
+                f"{place}, but {type(optimizer).__name__}, with the options of group {number}, is not one that is "
+                f"updated so: {', '.join(RULES)}, without amsgrad, capturable and differentiable; use one of these, or "
+                f"{remedy}"
+            )
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+
+    def names(parameter: Parameter) -> Sequence[str]:
+        group = groups.get(id(parameter))
+        rule = None if group is None else rule_of(optimizer, group)
+        return () if group is None or rule is None else RULES[rule].states(group)
+
+    return names
+
+
+def count_states(optimizer: Optimizer | None) -> int:
+    """Return the largest number of states of the parameter's shape that the kernel updates. Raises as ``states_of``."""
+    if optimizer is None:
+        return 0
+    names = states_of(optimizer)
+    return max((len(names(one)) for group in optimizer.param_groups for one in group["params"]), default=0)
+
+
+class HostSteps:
+    """Updates of an optimizer's parameters as its own ``step`` would do them, which can continue with the states."""
+
+    def __init__(self, optimizer: Optimizer, factor: float) -> None:
+        self.factor = factor
+        self._optimizer = optimizer
+        self.take_options()
+        # Numbers of the steps of parameters that come in parts, and whether they had no states before.
+        self._begun: dict[int, tuple[int, bool]] = {}
+
+    def take_options(self) -> None:
+        """Take the groups' options as they are now: the update may be done while a schedule has gone on."""
+        groups = self._optimizer.param_groups
+        taken = [({key: _number(value) for key, value in group.items()}, group["params"]) for group in groups]
+        self._groups = {id(parameter): group for group, parameters in taken for parameter in parameters}
+
+    def takes(self, parameter: Parameter, gradient: torch.Tensor) -> bool:
+        """Return whether the kernel does for this parameter what the optimizer would."""
+        group = self._groups.get(id(parameter))
+        on_host = parameter.device.type == "cpu" and parameter.dtype in (torch.float32, torch.float64)
+        return group is not None and on_host and rule_of(self._optimizer, group) is not None
+
+    def step(self, inputs: Sequence[StepInput]) -> None:
+        """Take one step of parameters that ``takes`` is true for; all tensors of one have as many elements.
+
+        A parameter whose states are apart may come in parts, in several calls.
+        """
+        steps: dict[tuple[int, int], UpdateStep] = {}
+        pieces = []
+        for parameter, gradient, output, apart in inputs:
+            group = self._groups[id(parameter)]
+            rule = rule_of(self._optimizer, group)
+            assert rule is not None
+            master, remainder = parameter.detach().view(-1), None
+            if apart is None:
+                states, number = self._states(parameter, rule, group)
+            else:
+                states, number = self._apart(parameter, rule, group, apart)
+                master, remainder = apart.master, apart.remainder
+            step = steps.setdefault((id(group), number), UpdateStep(rule, group, number))
+            pieces.append(UpdatePiece(step, gradient, master, states, output, remainder=remainder))
+        update(pieces, self.factor)
+
+    def coming(self, parameter: Parameter) -> tuple[UpdateStep, tuple[torch.Tensor, ...]] | None:
+        """Return the next step of a parameter, and its states; None if it has none yet."""
+        group = self._groups[id(parameter)]
+        rule, state = rule_of(self._optimizer, group), self._optimizer.state.get(parameter, {})
+        if rule is None:
+            return None
+        states = tuple(state.get(name) for name in RULES[rule].states(group))
+        if not all(isinstance(value, torch.Tensor) for value in states) or (rule in COUNTED and "step" not in state):
+            return None
+        # The numbers as they are now: whether they still hold is compared when the update is asked for.
+        numbers = {key: group[key] for key in HYPERPARAMETERS if key in group}
+        # SGD only tells the first step from the others, by its momentum.
+        return UpdateStep(rule, numbers, int(state["step"]) + 1 if rule in COUNTED else 2), states
+
+    def adopt(self, parameter: Parameter, states: Sequence[torch.Tensor]) -> None:
+        """Count a step that was taken elsewhere; the states are now these, or as they were where none are given."""
+        group, state = self._groups[id(parameter)], self._optimizer.state[parameter]
+        rule = rule_of(self._optimizer, group)
+        assert rule is not None
+        if states:
+            state |= dict(zip(RULES[rule].states(group), states, strict=True))
+        if rule in COUNTED:
+            state["step"] = state["step"] + 1
+
+    def _states(self, parameter: Parameter, rule: str, group: dict[str, Any]) -> tuple[tuple[torch.Tensor, ...], int]:
+        """Return the parameter's states, made if it has none yet, and which step this is."""
+        number, _ = self._begin(parameter, rule, group, apart=0)
+        state = self._optimizer.state[parameter]
+        return tuple(state[name].view(-1) for name in RULES[rule].states(group)), number
+
+    def _apart(
+        self, parameter: Parameter, rule: str, group: dict[str, Any], apart: StatesApart
+    ) -> tuple[tuple[torch.Tensor, ...], int]:  # fmt: skip
+        """Return the states of a part, with zeros in those that did not exist yet, and which step this is."""
+        if id(parameter) not in self._begun:
+            self._begun[id(parameter)] = self._begin(parameter, rule, group, len(apart.states))
+        number, first = self._begun[id(parameter)]
+        names = RULES[rule].states(group)
+        states = apart.states[: len(names)]
+        for state in states if first else ():
+            state.zero_()
+        # A momentum that was zero at the start has no place apart.
+        more, part = names[len(states) :], slice(apart.begin, apart.begin + apart.master.numel())
+        held = self._optimizer.state[parameter]
+        return (*states, *(held[name].view(-1)[part] for name in more)), number
+
+    def _begin(self, parameter: Parameter, rule: str, group: dict[str, Any], apart: int) -> tuple[int, bool]:
+        """Count a step of a parameter, make the states that it lacks; return the step, and whether it lacked them.
+
+        The first ``apart`` states rest elsewhere.
+        """
+        state, names = self._optimizer.state[parameter], RULES[rule].states(group)
+        first = any(state.get(name) is None for name in names)
+        for index, name in enumerate(names) if first else ():
+            if index < apart:
+                state[name] = unloaded(parameter.detach())
+            else:
+                made = zeros_on(Tier.HOST, parameter.numel(), parameter.dtype, parameter.device)
+                state[name] = made.view_as(parameter)
+        if rule in COUNTED:
+            state["step"] = state.get("step", torch.tensor(0.0)) + 1
+        return int(state["step"]) if rule in COUNTED else 1 if first else 2, first
+
+
+COUNTED = frozenset({"adam", "adamw", "adagrad"})  # rules whose optimizers count steps, under the name ``step``
+
+# Options of groups that rules compute with.
+HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "maximize", "momentum", "dampening", "nesterov", "lr_decay")
+
+
+def _number(value: Any) -> Any:
+    """Return a number of its own."""
+    # A learning rate that is a tensor may be changed in place while the step is still being computed.
+    return float(value) if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,123 @@
+"""Cutting a model into units and laying its parameters out over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from zeromesh.base.dtypes import dtypes
+from zeromesh.base.placement import PlacementRow, offloaded_units
+from zeromesh.base.precision import Precision
+from zeromesh.base.split import Held
+from zeromesh.comm.mesh import Mesh
+from zeromesh.shard.find_units import assign, unit_modules
+from zeromesh.shard.gradients.gradient import Gradient
+from zeromesh.shard.layout import Layout
+from zeromesh.shard.parameters.flat import Flat
+from zeromesh.shard.parameters.narrow import NarrowGather
+from zeromesh.shard.parameters.unit import Unit
+from zeromesh.shard.tables.tables import TableSettings
+
+# Contents of the messages with the tags of a flat buffer, for error texts.
+PURPOSES = ("parameters", "gradients", "summed gradients", "a whole tensor")
+
+Named = Sequence[tuple[str, nn.Parameter]]
+Kind = tuple[torch.dtype, bool, tuple[int, ...], bool]
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Number of units whose full parameters and full gradients exist at once; None: the row's default."""
+
+    parameter: int | None = None
+    gradient: int | None = None
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Placement of a model's states over the ranks."""
+
+    row: PlacementRow
+    precision: Precision = field(default_factory=Precision)
+    slots: Slots = field(default_factory=Slots)
+    targets: Sequence[str] = ()  # modules that become units, see `find_units`
+    predivide: float | None = None  # see `GradientPolicy`
+    summed: bool = False  # see `GradientPolicy`
+    tables: TableSettings = field(default_factory=TableSettings)
+    narrow: Collection[str] = ()  # names of weights that are gathered in float8
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """This rank's part of a model that is split along the tensor axis or cut along the pipeline."""
+
+    # By name, what this rank holds of parameters that are split, or used in different ways, along the tensor axis.
+    split: Mapping[str, Held] = field(default_factory=dict)
+    tied: Mapping[str, Sequence[int]] = field(default_factory=dict)  # pipeline stages that have a parameter, if several
+    idle: Collection[str] = ()  # names of buffers that are here, and that another stage computes with
+
+
+def make_units(model: nn.Module, targets: Sequence[str], tables: Collection[str] = ()) -> list[Unit]:
+    """The units of a model, the root first, without parameters yet; see ``unit_modules``. Tables are no units."""
+    units = [Unit(0, "", model, None)]
+    found = [(name, module) for name, module in unit_modules(model, targets) if name not in tables]
+    for index, (name, module) in enumerate(found, start=1):
+        enclosing = [u for u in units if u.name == "" or name.startswith(u.name + ".")]
+        units.append(Unit(index, name, module, max(enclosing, key=lambda u: len(u.name))))
+    return units
+
+
+def lay_out(
+    units: Sequence[Unit], mesh: Mesh, sharding: Sharding, part: ModelPart, accumulates: bool
+) -> list[tuple[Unit, list[Flat], PlacementRow]]:
+    """Settle where each parameter of every unit will lie, in flat buffers that have no memory yet.
+
+    ``accumulates`` as for ``offloaded_units``.
+    """
+    tensor = mesh.group("tensor")
+    owned = assign(units[0].module, [*(unit.name for unit in units[1:]), *sharding.tables.modules])
+    sizes = [sum(p.numel() for _, p in owned[unit.name] if p.requires_grad) for unit in units]
+    away = offloaded_units(sizes, sharding.row, accumulates)
+    found: list[tuple[Unit, list[Flat], PlacementRow]] = []
+    number, chosen = 0, dtypes(units[0].module, sharding.precision)
+    for unit, is_away in zip(units, away, strict=True):
+        row, flats = sharding.row if is_away else sharding.row.on_device, []
+        kinds = _kinds(owned[unit.name], chosen, sharding, part.tied)
+        for (dtype, trainable, tied_stages, narrow), members in kinds.items():
+            shapes = [(name, parameter.shape) for name, parameter in members]
+            whole = {name: Held(tuple(shape), rank=tensor.rank, ranks=tensor.size) for name, shape in shapes}
+            held = {name: part.split.get(name) or whole[name] for name in whole}
+            layout = Layout.build(shapes, dtype, trainable, mesh.shard.size, held)
+            # What is frozen has no master that it could rest in.
+            its_row = row if trainable else sharding.row
+            flat = Flat(layout, [parameter for _, parameter in members], number, its_row, mesh, tied_stages)
+            if narrow:
+                flat.narrow = NarrowGather(layout, flat.shard_range)
+            if trainable:
+                place = unit.name or "(root)"
+                flat.gradient = Gradient(
+                    layout, flat.own, flat.shard_range, flat.tag, place, tied_stages, flat.is_first, row.gradient_tier
+                )
+            flats.append(flat)
+            for offset, purpose in enumerate(PURPOSES):
+                mesh.shard.purposes[flat.tag + offset] = f"{purpose} of {unit}"
+            number += 1
+        found.append((unit, flats, row))
+    return found
+
+
+def _kinds(
+    named: Named, chosen: Mapping[int, torch.dtype], sharding: Sharding, tied: Mapping[str, Sequence[int]]
+) -> dict[Kind, list[tuple[str, nn.Parameter]]]:
+    """The parameters by (dtype to compute in, trainable, pipeline stages that have it if several do, narrow)."""
+    kinds: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in named:
+        # Of one kind are parameters that can travel in one message, and be updated or left alone together.
+        # What is frozen rests rounded nowhere, and is written back from where it was gathered.
+        narrow = parameter.requires_grad and name in sharding.narrow
+        kind = chosen[id(parameter)], parameter.requires_grad, tuple(tied.get(name, ())), narrow
+        kinds.setdefault(kind, []).append((name, parameter))
+    return kinds

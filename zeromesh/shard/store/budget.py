@@ -1,0 +1,125 @@
+"""Memory budget of states off the device, from the layout alone, compared with the machine before the start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from zeromesh.base.placement import PlacementRow, Tier
+from zeromesh.base.words import bytes_text
+from zeromesh.shard.parameters.flat import Flat
+from zeromesh.shard.sizes import Widths, unit_sizes
+from zeromesh.shard.store.early import next_bytes
+from zeromesh.shard.store.swap import Rows, StateForm, loaded_bytes
+from zeromesh.shard.store.tiers import Tiers
+
+NEXT = "next copies of optimizer states"
+PARTS = ("parameters", "gradients", "optimizer states", "buffers", NEXT)  # uses of host memory
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """Memory budget of one rank off the device."""
+
+    # Flat buffers whose masters and optimizer states rest on NVMe, with the dtypes of the masters.
+    files: dict[Flat, torch.dtype] = field(default_factory=dict)
+    parameter: int = 0  # bytes in host memory, as the next two
+    gradient: int = 0
+    master: int = 0
+    per_state: int = 0  # further ones for each state, like the parameter, that the optimizer has
+    # Those whose update may begin during the backward. Whose gradients come first is first: its update hides best.
+    early: dict[Flat, torch.dtype] = field(default_factory=dict)
+    stored: Sequence[Flat] = ()  # those whose parameters rest on NVMe
+    packed: dict[Flat, torch.dtype] = field(default_factory=dict)  # whose masters rest on the host in halves
+    form: StateForm = field(default_factory=StateForm)  # of `files` and `packed`, but for the number of states
+
+    @classmethod
+    def of(
+        cls, flats: Sequence[Flat], row: PlacementRow, mixed: bool, gradient: int, early: Sequence[Flat] = ()
+    ) -> MemoryBudget:
+        """Return the budget of flat buffers that are laid out."""
+        files, packed, parameter, master, per_state = {}, {}, 0, 0, 0
+        form = StateForm(split=row.split)
+        for flat in flats:
+            layout, elements = flat.layout, flat.own.stop - flat.own.start
+            dtype = flat.layout.master_dtype(mixed)
+            place = replace(row, parameter_tier=flat.parameter_tier, optimizer_tier=flat.optimizer_tier, split=False)
+            widths = Widths(layout.dtype.itemsize, master=dtype.itemsize, states=0)
+            sizes = unit_sizes(layout.shard_size, elements, 0, place, widths)
+            parameter += int(sizes.get(("parameter", "host"), 0))
+            if flat.optimizer_tier is Tier.NVME and layout.trainable:
+                files[flat] = dtype
+            elif flat.optimizer_tier is Tier.HOST and layout.trainable and form.of(flat, dtype).split:
+                packed[flat] = dtype
+            elif flat.optimizer_tier is Tier.HOST and layout.trainable:
+                master += int(sizes.get(("optimizer", "host"), 0))
+                pieces = layout.owned(flat.own.start, flat.own.stop)  # states have no padding
+                per_state += sum(stop - start for _, start, stop in pieces) * dtype.itemsize
+        first = {flat: flat.layout.master_dtype(mixed) for flat in reversed(early)}
+        stored = [flat for flat in flats if flat.parameter_tier is Tier.NVME]
+        return cls(files, parameter, gradient, master, per_state, first, stored, packed, form)
+
+    def rows(self, states: int) -> list[Rows]:
+        """Return the rows of all blocks, for an optimizer with so many states."""
+        form = replace(self.form, states=states)
+        return [Rows(flat, dtype, form, bool(self.files)) for flat, dtype in (self.files | self.packed).items()]
+
+    def first_early(self, share: float) -> list[Flat]:
+        """Return the first of ``early``, as many as are no more than this share of all their elements."""
+        sizes = {flat: flat.own.stop - flat.own.start for flat in self.early}
+        left, found = share * sum(sizes.values()), []
+        for flat, size in sizes.items():
+            if size > left:
+                break
+            left -= size
+            found.append(flat)
+        return found
+
+    def host(self, states: int, buffers: int = 0, early: Sequence[Flat] = ()) -> dict[str, int]:
+        """Return bytes in host memory by what they are for, with these states of a parameter, file buffers, updates."""
+        copies = sum(sum(next_bytes(flat, self.early[flat], states)) for flat in early)
+        rows = self.rows(states)
+        rest = self.master + states * self.per_state + (0 if self.files else sum(of.nbytes for of in rows))
+        sizes = (self.parameter, self.gradient, rest, buffers + loaded_bytes(rows), copies)
+        return {name: size for name, size in zip(PARTS, sizes, strict=True) if size}
+
+
+# Called by all ranks before anything is placed: checks the budget and opens the files, if any are needed.
+Prepare = Callable[[MemoryBudget], Tiers]
+
+
+def require_host_memory(parts: dict[str, int], available: int, limit: int | None) -> None:
+    """Raise ValueError if the ``parts`` of all ranks of a node are more bytes than there are, or than ``limit``."""
+    total, most = sum(parts.values()), available if limit is None else min(limit, available)
+    if total <= most:
+        return
+    listed = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items())
+    allowed = f"{bytes_text(available)} are available"
+    if limit is not None and limit <= available:
+        allowed = f"host_memory_limit is {bytes_text(limit)}"
+    raise ValueError(
+        f"what is to rest in the host memory of this node takes {bytes_text(total)} ({listed}), but {allowed}; "
+        f"{_what_fits(parts, most)}"
+    )
+
+
+def _what_fits(parts: dict[str, int], most: int) -> str:
+    moved = parts.get("gradients", 0) + parts.get("optimizer states", 0)
+    rest = sum(parts.values()) - moved
+    ways = []
+    if NEXT in parts and (without := sum(parts.values()) - parts[NEXT]) <= most:
+        ways.append(f"offload_optimizer.update_during_backward = 0 takes {bytes_text(without)}")
+    if 0 < (share := int(100 * (most - rest) / moved) / 100 if moved else 0.0) < 1:
+        ways.append(f"offload_optimizer.ratio = {share:g} fits, and leaves the other states on the device")
+    in_files = [("offload_optimizer.device", "optimizer states"), ("offload_param.device", "parameters")]
+    found = [entry for entry in in_files if entry[1] in parts]
+    for chosen in [[entry] for entry in found] + [found] * (len(found) > 1):
+        kept = sum(parts.values()) - sum(parts[part] for _, part in chosen)
+        if kept < most:
+            verb, also = "take" if len(chosen) > 1 else "takes", f"{bytes_text(kept)} and " if kept else ""
+            ways.append(f"{' and '.join(key for key, _ in chosen)} = nvme {verb} {also}some buffers")
+            break
+    ways.append("spread the states over more nodes" if ways else "take a machine with more memory, or more nodes")
+    return "; or ".join(ways)

@@ -1,0 +1,109 @@
+"""Storage of flat buffers whose states rest off the device, behind ``Flat.load_states`` and ``Flat.load_shard``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import astuple
+from pathlib import Path
+
+from torch import nn
+
+from zeromesh.shard.parameters.flat import Flat
+from zeromesh.shard.store.disk_traffic import DiskTraffic
+from zeromesh.shard.store.stored import Stored
+from zeromesh.shard.store.swap import Swap
+from zeromesh.shard.store.window import StateWindow, whole_window
+
+
+class Tiers:
+    """Storage of all flat buffers of a model."""
+
+    def __init__(
+        self, swap: Swap | None = None, stored: Stored | None = None, early: Sequence[Flat] = (), states: int = 0
+    ) -> None:
+        self.swap = swap  # masters and optimizer states that rest in files or in halves; None: all are in memory
+        self.stored = stored  # parameters that rest in files; None: all are in memory
+        self.early, self.states = early, states  # updated during the backward; most optimizer states of a parameter
+        self._files = [files for files in (swap, stored) if files is not None]
+        self._before_states: list[Callable[[Flat, bool], None]] = []
+        self._bring_back: Callable[[], None] | None = None
+
+    def before_states(self, listener: Callable[[Flat, bool], None]) -> None:
+        """Call ``listener`` with each flat buffer whose states are about to be loaded, and whether to be changed."""
+        self._before_states.append(listener)
+
+    def put_aside(self, bring_back: Callable[[], None] | None) -> None:
+        """Call ``bring_back`` before any state is used: states have been put aside on the host. None: they are back."""
+        self._bring_back = bring_back
+
+    def recall(self) -> None:
+        """Have the states back that were put aside."""
+        if self._bring_back is not None:
+            self._bring_back()
+
+    def load_states(self, flat: Flat, write: bool = False, read: bool = True) -> None:
+        """Have the master and the optimizer states in memory until those of another flat buffer are loaded."""
+        self._prepare(flat, write)
+        if self.swap is not None and flat in self.swap:
+            self.swap.load(flat, write, read)
+        elif not flat.layout.trainable:  # a frozen parameter is its own master
+            self._load_stored(flat, write, read)
+
+    def _prepare(self, flat: Flat, write: bool) -> None:
+        self.recall()
+        for listener in self._before_states:
+            listener(flat, write)  # early updates use the same regions of the file, and give way
+
+    def windows(self, flat: Flat, write: bool = False, read: bool = True) -> Iterator[StateWindow]:
+        """Yield the windows of a flat buffer's master and states, to be read or changed; see ``Swap.windows``."""
+        if self.swap is None or flat not in self.swap:
+            self.load_states(flat, write, read)
+            yield whole_window(flat)
+            return
+        self._prepare(flat, write)
+        with closing(self.swap.windows(flat, write, read)) as windows:
+            yield from windows
+
+    def names(self, flat: Flat, parameter: nn.Parameter) -> Sequence[str]:
+        """Return the names of a parameter's states that windows have as rows, in order."""
+        return () if self.swap is None or flat not in self.swap else self.swap.names(flat, parameter)
+
+    def load_shard(self, flat: Flat, write: bool = False, read: bool = True) -> None:
+        """Have this rank's parameters in memory until those of another flat buffer are loaded; see ``load_states``."""
+        self.recall()
+        if self.swap is not None:
+            self.swap.release(flat)  # a joined master is split first: one half of it is the parameter
+        self._load_stored(flat, write, read)
+
+    def _load_stored(self, flat: Flat, write: bool, read: bool) -> None:
+        if self.stored is not None and flat in self.stored:
+            self.stored.load(flat, write, read)
+
+    def form(self, flat: Flat) -> tuple[bool, bool]:
+        """Return whether states are in memory only while they are loaded, and whether the master is in halves."""
+        return (False, False) if self.swap is None else (flat in self.swap, self.swap.splits(flat))
+
+    def stream(self, flats: Sequence[Flat]) -> Generator[StateWindow]:
+        """Yield the windows of flat buffers in order, to be updated; see ``StateWindow``."""
+        self.recall()
+        if self.swap is None:
+            yield from map(whole_window, flats)
+            return
+        with closing(self.swap.stream(flats)) as windows:
+            yield from windows
+
+    @property
+    def folder(self) -> Path | None:
+        """Folder of the files; None where there are none."""
+        return next((files.folder for files in self._files if files.folder is not None), None)
+
+    def disk_traffic(self) -> DiskTraffic | None:
+        """Return the traffic of the files so far; None where there are none."""
+        found = [traffic for files in self._files if (traffic := files.traffic()) is not None]
+        return None if not found else DiskTraffic(*map(sum, zip(*map(astuple, found), strict=True)))
+
+    def close(self) -> None:
+        """Delete the files."""
+        for files in self._files:
+            files.close()

@@ -1,0 +1,343 @@
+"""One embedding table whose rows are spread over the ranks of the shard group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+from weakref import WeakMethod, ref
+
+import torch
+from torch import nn
+
+from zeromesh.base.placement import Placement, PlacementRow, Tier
+from zeromesh.base.split import Held
+from zeromesh.comm.mesh import Mesh
+from zeromesh.shard.layout import Layout, Segment
+from zeromesh.shard.parameters.deferred import Source
+from zeromesh.shard.parameters.flat import Flat
+from zeromesh.shard.store.window import StateWindow, whole_window
+from zeromesh.shard.tables.row_exchange import COPIES_TAG, from_all, swap, vector_of
+from zeromesh.shard.tables.row_memory import RowMemory, plane_on
+from zeromesh.shard.tables.row_rules import RULES, Options, RowState
+
+# Function of a hook, an index and the tensor that has the gradient; see ``Backward.gradient_arrived``.
+Arrived = Callable[["RowArrival", int, torch.Tensor], None]
+
+NORM_CONSTANT = 1e-7  # of torch's renormalisation: max_norm / (norm + 1e-7)
+
+
+class RowArrival:
+    """Hook on the rows of one lookup, which takes their gradient."""
+
+    def __init__(self, arrived: Arrived, table: Table, ids: torch.Tensor) -> None:
+        # Weakly: the graph that has the rows must not hold the engine.
+        self._arrived, self._table, self._ids = WeakMethod(arrived), ref(table), ids
+
+    def __call__(self, rows: torch.Tensor) -> None:
+        """Take the gradient of the rows, as a hook of torch."""
+        if (arrived := self._arrived()) is not None:
+            arrived(self, 0, rows)
+
+    def take(self, gradient: torch.Tensor, factor: float) -> None:
+        """Give the table the gradient times ``factor``."""
+        if (table := self._table()) is not None:
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            table.take(self._ids, gradient if factor == 1.0 else gradient.to(wide) * factor)
+
+
+class GradientState(Enum):
+    """State of a table's gradient between two updates."""
+
+    LOCAL = "local"  # rows of this rank's own batches, if any
+    SUMMED = "summed"  # the sum over the ranks, of the rows that are here
+
+
+class Table:
+    """One table: its rows here, their gradients and their updates."""
+
+    def __init__(
+        self, name: str, module: Any, number: int, mesh: Mesh, tier: Tier, dtype: torch.dtype,
+        sent: torch.dtype | None,
+    ) -> None:  # fmt: skip
+        weight = module.weight
+        self.name, self.module, self.index = name, module, number
+        self.count, self.width = weight.shape
+        self.mesh, self.group = mesh, mesh.shard
+        self.per_rank = -(-self.count // self.group.size)
+        self.wire = dtype  # in which rows travel and are computed with
+        self._sent = sent or dtype  # dtype in which gradients travel
+        self._reopened = False
+        row = PlacementRow(
+            Placement.SHARDED, Placement.SHARDED, Placement.SHARDED, parameter_tier=tier, gradient_tier=tier,
+            optimizer_tier=tier, pinned=False,
+        )  # fmt: skip
+        along = mesh.group("tensor")  # each of its ranks has a copy of the rows; the first one counts and writes
+        held = Held(tuple(weight.shape), rank=along.rank, ranks=along.size)
+        segment = Segment(f"{name}.weight", weight.shape, 0, weight.numel(), held)
+        layout = Layout(weight.dtype, True, (segment,), self.group.size, self.per_rank * self.group.size * self.width)
+        self.flat = Flat(layout, [weight], number, row, mesh)
+        self.flats = (self.flat,)
+        self.sharded = True
+        # Rows from ``first`` on; the last ranks may have fewer, or none.
+        self.first = self.group.rank * self.per_rank
+        self.rows_here = max(0, min(self.count, self.first + self.per_rank) - self.first)
+        self.state = GradientState.LOCAL
+        self.used = False  # a gradient has come since the last update
+        self._arrived: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.ids = torch.empty(0, dtype=torch.int64)  # of the summed gradient, local numbers
+        self.gradient = torch.empty(0, self.width)
+        self._leaves: list[Any] = []
+        self._folder: Path | None = None  # of files on NVMe
+
+    def __repr__(self) -> str:
+        return f"table {self.name!r}"
+
+    # Placement.
+
+    def make_room(self, mixed: bool, folder: Path | None) -> None:
+        """Make the memory of this rank's rows; ``mixed`` as for ``Flat.fill``, ``folder`` for files on NVMe."""
+        tier, device, self._folder = self.flat.parameter_tier, self.mesh.device, folder
+        self._plane = plane_on(tier, (self.per_rank, self.width), self.flat.layout.master_dtype(mixed), device, folder)
+
+    def place(
+        self, materialise: Callable[[str, nn.Parameter], Source | None] | None, hot: int | None,
+        recall: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """Take this rank's rows of the parameter into memory; the parameter keeps its shape only.
+
+        ``recall`` brings back what ``engine.offload_states`` has put aside.
+        """
+        flat, segment, plane = self.flat, self.flat.layout.segments[0], self._plane
+        weight = flat.parameters[0]
+        unmade = weight.is_meta
+        source = materialise(segment.name, weight) if materialise is not None else None
+        if source is None:
+            self._take_first_ranks(weight.detach(), plane, unmade)
+        elif self.rows_here:
+            start, stop = self.first * self.width, (self.first + self.rows_here) * self.width
+            value = source.read(start, stop)
+            if value.numel() != stop - start:
+                raise ValueError(f"{source} gives {value.numel()} of the {stop - start} elements of {segment.name}")
+            plane[: self.rows_here].view(-1).copy_(value)
+        flat.hold_rows(plane.view(-1), self.rows_here * self.width, Settled(self, recall))
+        cached = self.mesh.device.type != "cpu" or flat.parameter_tier is Tier.NVME
+        self.rows = RowMemory(plane, self.mesh.device, hot if cached else None)
+
+    def _take_first_ranks(self, value: torch.Tensor, plane: torch.Tensor, unmade: bool) -> None:
+        """Copy this rank's rows of the first rank's value into ``plane``. Collective.
+
+        An ``unmade`` value was made from one seed on all ranks, and is not sent.
+        """
+        group, per_rank = self.group, self.per_rank
+
+        def part(rank: int) -> torch.Tensor:
+            return value[rank * per_rank : (rank + 1) * per_rank].to(self.mesh.device)
+
+        if unmade or group.rank == 0:
+            plane[: self.rows_here].copy_(part(group.rank))
+        if not unmade and group.size > 1:
+            tag = self.flat.tag
+            landing = vector_of(self.rows_here * self.width, value.dtype, group).view(-1, self.width)
+            for rank in range(1, group.size):  # one after the other, so that no copy of the whole is made
+                sends = {rank: part(rank)} if group.rank == 0 else {}
+                receives = {0: landing} if group.rank == rank else {}
+                swap(group, tag, sends, receives, "table_values")
+            if group.rank:
+                plane[: self.rows_here].copy_(landing)
+        for copies in () if unmade else (self.mesh.replicate, self.mesh.group("tensor")):
+            if copies.size > 1:
+                values = plane.to(self.mesh.device)
+                copies.broadcast(values)
+                plane.copy_(values)
+
+    def spread(self, forward: Callable[..., torch.Tensor], arrived: Arrived) -> None:
+        """Replace the module's forward; autograd calls ``arrived`` with the gradients of the rows of its lookups."""
+        self._notify, self.module.forward = arrived, forward
+
+    def gather_up(self) -> None:
+        """Restore the module's own forward, which then refuses the weight."""
+        vars(self.module).pop("forward", None)
+
+    def follow(self) -> None:
+        """Read the rows from the master's new memory; the optimizer's states have moved with it."""
+        self.rows.settle(forget=True)
+        self.rows.replace([self.flat.master.view(self.per_rank, self.width)])  # the update finds the states
+
+    # Forward.
+
+    def new_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return memory for rows ``ids``, ascending and without duplicates, of this table.
+
+        Returns:
+            Shape (k, width), in the wire dtype; a leaf whose gradient is taken as the gradient of these rows.
+        """
+        rows = vector_of(ids.numel() * self.width, self.wire, self.group).view(-1, self.width)
+        if torch.is_grad_enabled() and self.module.weight.requires_grad:
+            rows.requires_grad_()
+            rows.register_post_accumulate_grad_hook(RowArrival(self._notify, self, ids))
+            self._leaves = [leaf for leaf in self._leaves if leaf() is not None] + [ref(rows)]
+        return rows
+
+    def answer(self, asked: torch.Tensor) -> torch.Tensor:
+        """Return rows that are here, by their local numbers: shape (k, width), in the wire dtype. Collective."""
+        if self.module.max_norm is not None:
+            self._renorm(asked.unique())
+        return self.rows.read(asked).to(self.wire)
+
+    def _renorm(self, ids: torch.Tensor) -> None:
+        """Shorten rows that are longer than the module's ``max_norm``, in place, as torch's embedding does."""
+        if self.mesh.replicate.size > 1:  # other copies of the rows are looked up by other samples
+            ids = torch.cat(from_all(self.mesh.replicate, COPIES_TAG, ids)).unique()
+        limit, order = float(self.module.max_norm), float(self.module.norm_type)
+        norms = torch.linalg.vector_norm(self.rows.read(ids), order, dim=1, keepdim=True)
+        longer = norms.flatten() > limit
+        scales = limit / (norms[longer] + NORM_CONSTANT)
+
+        def shorten(copies: list[torch.Tensor]) -> None:
+            copies[0].mul_(scales.to(copies[0].device))
+
+        self.rows.change(ids[longer], shorten, count=1)
+
+    def leaves(self) -> list[torch.Tensor]:
+        """Return the rows of lookups whose graph still exists: leaves, which autograd can be asked about."""
+        return [leaf for one in self._leaves if (leaf := one()) is not None]
+
+    # Backward.
+
+    def take(self, ids: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Take the gradient of rows ``ids``, ascending and without duplicates, from one lookup."""
+        assert self.state is GradientState.LOCAL, self
+        self.used = True
+        self._arrived.append((ids.to(gradient.device), gradient))
+
+    def local(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ascending row numbers and the sums of their gradients on this rank."""
+        device = self.mesh.device
+        if len(self._arrived) == 1:
+            ids, gradient = self._arrived[0]
+        else:
+            none = torch.empty(0, dtype=torch.int64, device=device), vector_of(0, self.wire, self.group)
+            every = self._arrived or [(none[0], none[1].view(0, self.width))]
+            ids, gradient = add_up([one for one, _ in every], [one for _, one in every])
+        self._arrived = []
+        # A sum that was made before is not rounded again; all ranks know of it.
+        return ids, gradient.to(torch.promote_types(self._sent, torch.float32) if self._reopened else self._sent)
+
+    def take_sum(self, parts: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+        """Add up the gradients that all ranks have sent for the rows here, in the order of ranks."""
+        self.ids, self.gradient = add_up(parts, gradients)
+        self.state = GradientState.SUMMED
+
+    def dense_gradient(self) -> torch.Tensor:
+        """Return the summed gradient of all rows here, shape (rows here x width,); zero where a row has none."""
+        whole = self.gradient.new_zeros(self.rows_here, self.width)
+        return whole.index_copy_(0, self.ids, self.gradient).view(-1)
+
+    def put(self, values: torch.Tensor) -> None:
+        """Let the summed gradient be these values, shape (rows here x width,).
+
+        Rows of zeros that have had no gradient still have none.
+        """
+        rows = values.view(self.rows_here, self.width)
+        present = rows.any(1)
+        present[self.ids] = True
+        self.ids = present.nonzero().flatten()
+        self.gradient, self.used = rows[self.ids].to(self.gradient.dtype), True
+
+    def reopen(self, counted: bool) -> None:
+        """Turn the sum into a gradient of this rank, to which more is added; drop it unless it is ``counted`` here."""
+        if self.state is GradientState.SUMMED:
+            self._arrived = [(self.ids + self.first, self.gradient)] if counted else []
+            self.state, self._reopened = GradientState.LOCAL, True
+
+    def scale(self, factor: float) -> None:
+        """Multiply the gradient by ``factor``."""
+        self._arrived = [(ids, gradient * factor) for ids, gradient in self._arrived]
+        self.gradient = self.gradient * factor
+
+    def mark_used(self, used: bool) -> None:
+        """Set whether any rank has had a gradient since the last update."""
+        self.used = used
+
+    def forget(self) -> None:
+        """Forget the gradient."""
+        self._arrived, self.state, self.used, self._reopened = [], GradientState.LOCAL, False, False
+        self.ids, self.gradient = self.ids[:0], self.gradient[:0]
+
+    # Update.
+
+    def update(self, rule: str, options: Options, state: dict[str, Any]) -> None:
+        """Update the rows that have a gradient; ``state`` is the optimizer's for the piece here."""
+        chosen, dtype = RULES[rule], self.flat.master.dtype
+        self._bind(chosen.states, options, state)
+        state["step"] = state["step"] + 1
+        gradient = self.gradient.to(self.rows.place, dtype)
+        gradient = -gradient if options.get("maximize") else gradient
+        number, known = int(state["step"]), {**chosen.defaults, **options}
+
+        def change(copies: list[torch.Tensor]) -> None:
+            chosen.update(copies[0], gradient, copies[1:], number, known)
+
+        self.rows.change(self.ids, change)
+
+    def _bind(self, states: tuple[RowState, ...], options: Options, state: dict[str, Any]) -> None:
+        """Use the optimizer's states of these rows as planes; make those that are missing."""
+        tier, dtype, planes = self.flat.optimizer_tier, self.flat.master.dtype, self.rows.planes[:1]
+        step = state.setdefault("step", torch.tensor(0.0))
+        for key in [key for key in state if key not in ("step", *(one.key for one in states))]:
+            del state[key]  # torch's Adagrad makes its own when it is built
+        for one in states:
+            shape = (self.rows_here, 1 if one.per_row else self.width)
+            present = state.get(one.key, torch.empty(0))
+            fits = present.numel() == shape[0] * shape[1]
+            if int(step) and not fits:
+                raise ValueError(
+                    f"{one.key} of {self.name} is missing, or of another update than before; keep the optimizer of "
+                    "tables, or load the checkpoint with load_optimizer_states=False"
+                )
+            known = any(fits and present.data_ptr() == plane.data_ptr() for plane in self.rows.planes[1:])
+            if not fits or (not known and tier is Tier.NVME):  # a checkpoint is read into memory
+                plane = plane_on(tier, shape, dtype, self.mesh.device, self._folder)
+                initial = options.get(one.initial, 0.0) if one.initial else 0.0
+                if fits:
+                    plane.copy_(present.view(shape))
+                elif initial:
+                    plane.fill_(initial)
+                state[one.key] = plane.view(-1)
+            planes.append(state[one.key].view(shape))
+        if [one.data_ptr() for one in planes] != [one.data_ptr() for one in self.rows.planes]:
+            self.rows.settle(forget=True)
+            self.rows.replace(planes)
+
+
+class Settled:
+    """Storage of a table's flat buffer: it writes the cache back before others read or write the rows."""
+
+    def __init__(self, table: Table, recall: Callable[[], None]) -> None:
+        self._table, self._recall = table, recall
+
+    def load_states(self, flat: Flat, write: bool = False, read: bool = True) -> None:
+        """Write the cache back, so that rows and states are where they rest."""
+        self._recall()
+        self._table.rows.settle(forget=write)
+
+    load_shard = load_states
+
+    def windows(self, flat: Flat, write: bool = False, read: bool = True) -> Iterator[StateWindow]:
+        """Yield all rows as one window."""
+        self.load_states(flat, write, read)
+        yield whole_window(flat)
+
+    def form(self, flat: Flat) -> tuple[bool, bool]:
+        """Return (False, False): states are always in memory, and masters are whole."""
+        return False, False
+
+
+def add_up(ids: list[torch.Tensor], gradients: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return distinct row numbers, ascending, and the sums of their gradients in at least fp32, added in order."""
+    every, inverse = torch.unique(torch.cat(ids), return_inverse=True)
+    values = torch.cat(gradients)
+    wide = values.new_zeros(every.numel(), values.shape[1], dtype=torch.promote_types(values.dtype, torch.float32))
+    return every, wide.index_add_(0, inverse, values.to(wide.dtype))
