@@ -26,6 +26,11 @@ OFFLOADED: dict[str, dict[str, Any]] = {
 WIDTH = 480
 
 
+class Net(Stack):
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__(32, WIDTH, [2 * WIDTH] * depth)
+
+
 def start(zero: dict[str, Any], depth: int = 3, **more: Any) -> zeromesh.Engine:
     torch.manual_seed(3)
     config = {
@@ -36,7 +41,7 @@ def start(zero: dict[str, Any], depth: int = 3, **more: Any) -> zeromesh.Engine:
         "units": ["Block"],
         **more,
     }
-    return zeromesh.initialize(model=Stack(32, WIDTH, [2 * WIDTH] * depth), config=config)[0]
+    return zeromesh.initialize(model=Net(depth), config=config)[0]
 
 
 def update(engine: zeromesh.Engine, number: int = 0) -> float:
@@ -76,7 +81,7 @@ def test_the_report_by_tier_is_what_the_formulas_say_and_the_heap_holds() -> Non
         found[name] = engine.memory_report(), heap.live() - before
         engine.destroy()
         del engine
-    elements = sum(parameter.numel() for parameter in Stack(32, WIDTH, [2 * WIDTH] * 3).parameters())
+    elements = sum(parameter.numel() for parameter in Net().parameters())
     for name, (report, resting) in found.items():
         for state, tiers in in_parameters(name).items():
             assert set(tiers) <= set(report[state]), (name, state)
