@@ -87,7 +87,7 @@ def join_parts(
     follow_threads()
     guard_functions({type(module) for module in modules.values() if not of_library(module)})
     # Code outside of a pipeline's blocks hands its values to several stages.
-    outside = [name for name in layers if blocks and not any(f"{name}.".startswith(f"{one}.") for one in blocks)]
+    outside = [name for name in layers if blocks and not any(f"{name}.".startswith(f"{block}.") for block in blocks)]
     around = [_block_around(name, modules) for name in layers]
     for name in dict.fromkeys(around):
         # torch's compiler takes the shape of a part for that of the whole.

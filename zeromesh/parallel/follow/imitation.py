@@ -86,12 +86,12 @@ class WithoutMemory(TorchDispatchMode):
         # All is on the meta device, but for numbers, whose values may be asked for.
         if not all(x.is_meta or x.ndim == 0 for x in read):
             args, kwargs = map_tensors((args, dict(kwargs)), lambda x: x if x.ndim == 0 else x.to(META))
-        if "device" in kwargs or (not read and any(one.name == "device" for one in func._schema.arguments)):
+        if "device" in kwargs or (not read and any(argument.name == "device" for argument in func._schema.arguments)):
             kwargs = {**kwargs, "device": META}
         if operator in _OF_VALUES and args[0].is_meta:
             self.guessed = True
             return _OF_VALUES[operator](args[0], self._guess)
-        if operator in _BY_INDEX and any(one is not None and one.dtype is torch.bool for one in args[1]):
+        if operator in _BY_INDEX and any(index is not None and index.dtype is torch.bool for index in args[1]):
             args = args[0], _few(args[1]), *args[2:]
         if operator is torch.ops.aten._grouped_mm:  # of which torch knows the shape for some dtypes only
             return _grouped_product(*args, **kwargs)
@@ -110,11 +110,11 @@ _BY_INDEX = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.inde
 
 def _few(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return indices in which masks pick one entry: how many they do is not known."""
-    found: list[Tensor | None] = []
-    for one in indices:
-        is_mask = one is not None and one.dtype is torch.bool
-        found += [one.new_empty(1, dtype=torch.long)] * one.ndim if is_mask and one is not None else [one]
-    return found
+    new_indices: list[Tensor | None] = []
+    for index in indices:
+        is_mask = index is not None and index.dtype is torch.bool
+        new_indices += [index.new_empty(1, dtype=torch.long)] * index.ndim if is_mask and index is not None else [index]
+    return new_indices
 
 
 def _number(tensor: Tensor, guess: bool) -> bool | int | float:
@@ -154,9 +154,9 @@ def imitated(model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
 
     def imitate(tensor: Tensor) -> Tensor:
         if id(tensor) not in copies:
-            made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
+            meta_tensor = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
             is_parameter = isinstance(tensor, nn.Parameter)
-            copies[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+            copies[id(tensor)] = nn.Parameter(meta_tensor, tensor.requires_grad) if is_parameter else meta_tensor
         return tensor
 
     for module in model.modules():
@@ -178,9 +178,9 @@ HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "_hooks" in n
 
 def is_odd(module: nn.Module) -> bool:
     """Return whether a copy of a module would run the module itself, or hooks see gradients between layers."""
-    own = vars(module).get("forward")
-    is_bound = isinstance(own, MethodType) and own.__self__ is module  # which a copy binds to itself
-    return (own is not None and not is_bound) or any(user_hooks(module, kind) for kind in KINDS[2:])
+    forward = vars(module).get("forward")
+    is_bound = isinstance(forward, MethodType) and forward.__self__ is module  # which a copy binds to itself
+    return (forward is not None and not is_bound) or any(user_hooks(module, kind) for kind in KINDS[2:])
 
 
 @contextmanager
@@ -254,7 +254,7 @@ def files_of(kinds: Collection[type]) -> set[ModuleType]:
 
 
 def _identities(value: Any) -> Any:
-    return [(key, id(one)) for key, one in value.items()] if isinstance(value, dict) else [id(one) for one in value]
+    return [(key, id(item)) for key, item in value.items()] if isinstance(value, dict) else [id(item) for item in value]
 
 
 class _TooLong(BaseException):

@@ -77,9 +77,9 @@ def guesses_of(model: nn.Module) -> Iterator[ModelInput]:
     ]
     values = list(_tensors_for(model))
     # All alike first, as ids and labels.
-    alike = [(one,) * len(required) for one in values]
+    alike = [(value,) * len(required) for value in values]
     for chosen in islice((*alike, *product(values, repeat=len(required))), MOST_GUESSES):
-        yield ModelInput([one.clone() for one in chosen], _by_place)
+        yield ModelInput([value.clone() for value in chosen], _by_place)
 
 
 def _by_place(batch: Any, model: Callable[..., Any]) -> Any:
@@ -118,11 +118,11 @@ def _inputs_of(model: nn.Module, length: int) -> Iterator[Inputs]:
     labels = [_tokens(config, texts), torch.zeros(SAMPLES, dtype=torch.long)] if "labels" in accepted else []
     if "Classification" in type(model).__name__:
         labels.reverse()
-    tried = [{**inputs, "labels": one} for one in labels] + [inputs]
+    tried = [{**inputs, "labels": label} for label in labels] + [inputs]
     yield from tried
-    for one in tried:  # of models of several kinds of inputs, perhaps only the main one
-        if len(one) > 2:
-            yield {name: value for name, value in one.items() if name in (main, "labels", *_OPTIONS)}
+    for sample in tried:  # of models of several kinds of inputs, perhaps only the main one
+        if len(sample) > 2:
+            yield {name: value for name, value in sample.items() if name in (main, "labels", *_OPTIONS)}
 
 
 def _tokens(config: Any, texts: tuple[int, int]) -> Tensor:

@@ -56,11 +56,11 @@ class Axis:
         """Return the whole, whose gradient is the same on all ranks."""
         raise NotImplementedError
 
-    def take(self, whole: Tensor, split_dim: SplitDim) -> Tensor:
+    def take(self, tensor: Tensor, split_dim: SplitDim) -> Tensor:
         """Return this rank's part of what all ranks have whole; the gradient is gathered."""
         raise NotImplementedError
 
-    def copy(self, whole: Tensor) -> Tensor:
+    def copy(self, tensor: Tensor) -> Tensor:
         """Return the same; the gradient is summed over the ranks, each of which has a share."""
         raise NotImplementedError
 
@@ -100,21 +100,21 @@ class TensorAxis(Axis):
         count = len(split_dim.sections)
         return torch.cat([piece for number in range(count) for piece in pieces[number::count]], split_dim.dim)
 
-    def take(self, whole: Tensor, split_dim: SplitDim) -> Tensor:
+    def take(self, tensor: Tensor, split_dim: SplitDim) -> Tensor:
         """Keep this rank's part of each section."""
         lengths = [section // self.size for section in split_dim.sections for _ in range(self.size)]
-        pieces = whole.split(lengths, split_dim.dim)
-        if not (whole.requires_grad and torch.is_grad_enabled()):
-            own = pieces[self.group.rank :: self.size]
-            return own[0] if len(own) == 1 else torch.cat(own, split_dim.dim)
+        pieces = tensor.split(lengths, split_dim.dim)
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            rank_pieces = pieces[self.group.rank :: self.size]
+            return rank_pieces[0] if len(rank_pieces) == 1 else torch.cat(rank_pieces, split_dim.dim)
         if len(split_dim.sections) > 1:
             ordered = [piece for rank in range(self.size) for piece in pieces[rank :: self.size]]
-            whole = torch.cat(ordered, split_dim.dim)
-        return self._move(whole, "split", split_dim.dim)
+            tensor = torch.cat(ordered, split_dim.dim)
+        return self._move(tensor, "split", split_dim.dim)
 
-    def copy(self, whole: Tensor) -> Tensor:
+    def copy(self, tensor: Tensor) -> Tensor:
         """Sum the gradient."""
-        return self._move(whole, "copy")
+        return self._move(tensor, "copy")
 
     def sum(self, share: Tensor) -> Tensor:
         """Sum the shares."""
@@ -161,7 +161,7 @@ class Sealed(TorchDispatchMode):
         if torch._C._is_torch_function_enabled() or not _is_by_rule(sys._getframe(1)):
             for x in args:
                 leaks = [x] if isinstance(x, SplitActivation) else x if isinstance(x, list) else ()
-                if leaks and any(isinstance(one, SplitActivation) for one in leaks):
+                if leaks and any(isinstance(leak, SplitActivation) for leak in leaks):
                     try:
                         _refuse(f"code outside of Python, which calls {func},", [*leaks])
                     except NeedsWhole as error:
@@ -280,39 +280,39 @@ _ALIASES = {"axis", "axes", "keepdims"}  # names of NumPy's arguments, which tor
 
 def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     parts = tensors_of((args, kwargs))
-    outputs = [one for one in tensors_of(kwargs.get("out")) if isinstance(one, SplitActivation)]
+    outputs = [output for output in tensors_of(kwargs.get("out")) if isinstance(output, SplitActivation)]
     if outputs:
         what = f"{func.__name__} writes to {outputs[0]!r} by out=, of which each rank has a part; leave out= away"
         raise NeedsWhole(what, outputs[0].split_dim.sources)
     if func in _REFUSED or str(getattr(func, "__module__", "")).startswith("torch.distributed"):
         _refuse(func, parts)
-    given, more = whole((args, kwargs))
-    wholes = tensors_of((given, more))
-    before = [version(one) for one in wholes]
-    result = func(*given, **more)
+    whole_args, whole_kwargs = whole((args, kwargs))
+    wholes = tensors_of((whole_args, whole_kwargs))
+    before = [version(gathered) for gathered in wholes]
+    result = func(*whole_args, **whole_kwargs)
     sources, written = {}, {}
-    for place, (x, one, known) in enumerate(zip(parts, wholes, before, strict=True)):
+    for place, (x, gathered, old_version) in enumerate(zip(parts, wholes, before, strict=True)):
         if not isinstance(x, SplitActivation):
             continue
-        sources[_memory(one)] = x
-        if version(one) != known or (place == 0 and writes(func, kwargs)):
-            if one.shape != whole_shape(x):
+        sources[_memory(gathered)] = x
+        if version(gathered) != old_version or (place == 0 and writes(func, kwargs)):
+            if gathered.shape != whole_shape(x):
                 _refuse(func, [x])
-            x.copy_(x.axis.take(one, x.split_dim))
-            written[id(one)] = x
+            x.copy_(x.axis.take(gathered, x.split_dim))
+            written[id(gathered)] = x
     return map_tensors(result, lambda x: written[id(x)] if id(x) in written else _read_only(x, sources))
 
 
 _PARTS = (SplitActivation,)
 _SETTERS: list[Any] = [Tensor.data, Tensor.grad]
 _REFUSED = {torch.autograd.grad, torch.autograd.backward, Tensor.backward, Tensor.retain_grad, Tensor.as_strided,
-    torch.as_strided, torch.as_tensor, torch.asarray, *(one.__set__ for one in _SETTERS)}  # fmt: skip
+    torch.as_strided, torch.as_tensor, torch.asarray, *(attribute.__set__ for attribute in _SETTERS)}  # fmt: skip
 
 
 def _refuse(func: Any, values: list[Tensor]) -> None:
     """Raise an error for a function that can neither compute on parts nor be given the whole."""
-    found = [x for x in values if isinstance(x, SplitActivation)]
-    sources = frozenset[str]().union(*(x.split_dim.sources for x in found))
+    parts = [x for x in values if isinstance(x, SplitActivation)]
+    sources = frozenset[str]().union(*(x.split_dim.sources for x in parts))
     name = getattr(func, "__name__", func)
     raise NeedsWhole(f"{name} was given an activation of which each rank has a part", sources)
 
@@ -386,21 +386,21 @@ class GatheredView(Tensor):
             result = func(*args, **more)
             if before != [version(x) for x in views]:
                 _refuse(func, [x.part for x in views])
-            known = {_memory(x): x.part for x in views}
-            return map_tensors(result, lambda x: _read_only(x, known))
+            parts = {_memory(x): x.part for x in views}
+            return map_tensors(result, lambda x: _read_only(x, parts))
 
 
 def _require_plain_code(values: list[Tensor]) -> None:
     """Refuse functions with a backward of their own, which would be given parts of gradients there."""
-    found = next((x for x in values if isinstance(x, SplitActivation)), None)
-    frame = None if found is None else sys._getframe(1)
-    while frame is not None and found is not None:
+    part = next((x for x in values if isinstance(x, SplitActivation)), None)
+    frame = None if part is None else sys._getframe(1)
+    while frame is not None and part is not None:
         if frame.f_code is _APPLY and any(x.requires_grad for x in tensors_of(frame.f_locals.get("args"))):
             kind = frame.f_locals.get("cls", torch.autograd.Function)
             raise NeedsWhole(
                 f"{kind.__name__}.apply was given an activation of which each rank has a part, and its backward would "
                 "be given a part of the gradient",
-                found.split_dim.sources,
+                part.split_dim.sources,
             )
         frame = frame.f_back
 

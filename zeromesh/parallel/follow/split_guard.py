@@ -63,7 +63,7 @@ class SplitGuard:
         container, resolved = self._member.container, self._resolved
         around, every = container.rpartition(".")[0], self._resolved.heads
         # Those of the attention around the layer, or beside the module around it, as in BERT.
-        beside = (one for name, one in every.items() if name.rpartition(".")[0] == around)
+        beside = (other_heads for name, other_heads in every.items() if name.rpartition(".")[0] == around)
         heads = every.get(container) or next(beside, None)
         # Lengths of the split dim on this rank in the layers of the same module.
         same = [m for m in resolved.members if m.container == container and m.style.cut and m.kind == "linear"]
@@ -81,8 +81,8 @@ class SplitGuard:
 
     def _require_shared(self, variable: Tensor) -> None:
         """Check that a parameter that is used inside is split, or its gradient summed; other tensors are unknown."""
-        held = self._resolved.of_parameter.get(id(variable))
-        if held is not None and (held.partial or held.split):
+        part = self._resolved.of_parameter.get(id(variable))
+        if part is not None and (part.partial or part.split):
             return
         name = next((name for name, parameter in self._model.named_parameters() if parameter is variable), None)
         if name is not None:
@@ -148,11 +148,11 @@ def _reduced(node: Any, heads: bool) -> set[int]:
 def computed_over(node: Any) -> tuple[tuple[int, ...], set[int]]:
     """Return the shape of the first input of a node's function, and the dims that the function reduces."""
     # Nothing that was saved for the backward is read but numbers: tensors may have to be computed again.
-    made = next(((other, number) for other, number in node.next_functions if other is not None), None)
+    edge = next(((other, number) for other, number in node.next_functions if other is not None), None)
     kind = node.name()
-    if made is None or kind.startswith(REARRANGING):
+    if edge is None or kind.startswith(REARRANGING):
         return (), set()
-    shape = tuple(int(size) for size in made[0]._input_metadata[made[1]].shape)
+    shape = tuple(int(size) for size in edge[0]._input_metadata[edge[1]].shape)
     dims = getattr(node, "_saved_dim", getattr(node, "_saved_dims", ()))
     if dims is None or (not hasattr(node, "_saved_dim") and kind.startswith(("Mean", "Sum"))):
         return shape, set(range(len(shape)))

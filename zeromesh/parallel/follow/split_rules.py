@@ -46,16 +46,18 @@ def rule(*names: str, anywhere: bool = False) -> Callable[[Rule], Rule]:
         def of_first(func: Any, args: Args, kwargs: Kwargs) -> Any:
             return function(func, args, kwargs) if args and is_split(args[0]) else NotImplemented
 
-        kept = function if anywhere else of_first
+        handler = function if anywhere else of_first
         for name in names:
             if name.startswith("."):
                 if hasattr(Tensor, name[1:]):
-                    RULES[getattr(Tensor, name[1:]).__get__] = kept
+                    RULES[getattr(Tensor, name[1:]).__get__] = handler
             elif name.startswith("="):
-                RULES[getattr(Tensor, name[1:]).__set__] = kept
+                RULES[getattr(Tensor, name[1:]).__set__] = handler
             else:
-                found = [getattr(owner, name, None) for owner in _OWNERS]
-                RULES.update({one: kept for one in found if callable(one) and not isinstance(one, type)})
+                members = [getattr(owner, name, None) for owner in _OWNERS]
+                RULES.update(
+                    {member: handler for member in members if callable(member) and not isinstance(member, type)}
+                )
         return function
 
     return register
@@ -64,9 +66,9 @@ def rule(*names: str, anywhere: bool = False) -> Callable[[Rule], Rule]:
 def as_split(part: Tensor, split_dim: SplitDim, axis: Axis) -> Tensor:
     """Make a new tensor, which nobody else has, answer as the whole of which it is a part."""
     # Another class, and no other tensor: of views, autograd records more, and forbids some to be written to.
-    made: Any = part
-    made.__class__ = SplitActivation
-    made.stand_for(split_dim, axis)
+    activation: Any = part
+    activation.__class__ = SplitActivation
+    activation.stand_for(split_dim, axis)
     return part
 
 
@@ -87,9 +89,9 @@ def as_parts(result: Any, split_dim: SplitDim, axis: Axis) -> Any:
     if isinstance(result, Tensor):
         return as_split(result, split_dim, axis)
     if type(result) is list:
-        return [as_parts(one, split_dim, axis) for one in result]
+        return [as_parts(element, split_dim, axis) for element in result]
     if isinstance(result, tuple):
-        parts = [as_parts(one, split_dim, axis) for one in result]
+        parts = [as_parts(element, split_dim, axis) for element in result]
         return type(result)(parts) if hasattr(result, "n_fields") else tuple(parts)
     return result
 
@@ -101,7 +103,7 @@ def same_dim(parts: Sequence[SplitActivation]) -> tuple[int, SplitDim] | None:
     for other in parts[1:]:
         if other.split_dim.dim - other.ndim != place or other.split_dim.sections != first.split_dim.sections:
             return None
-    sources = frozenset().union(*(one.split_dim.sources for one in parts))
+    sources = frozenset().union(*(part.split_dim.sources for part in parts))
     return place, replace(first.split_dim, sources=sources)
 
 
@@ -159,12 +161,16 @@ def _hook(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
     def on_gradient(gradient: Tensor) -> Tensor | None:
         with Sealed():
-            found = hook(as_split(gradient.view_as(gradient), split_dim, axis))
-        if found is None:
+            replacement = hook(as_split(gradient.view_as(gradient), split_dim, axis))
+        if replacement is None:
             return None
-        same = isinstance(found, SplitActivation) and found.split_dim.sections == split_dim.sections
+        same = isinstance(replacement, SplitActivation) and replacement.split_dim.sections == split_dim.sections
         with torch._C.DisableTorchFunctionSubclass():
-            return part_of(found) if same and found.split_dim.dim == split_dim.dim else axis.take(found, split_dim)
+            return (
+                part_of(replacement)
+                if same and replacement.split_dim.dim == split_dim.dim
+                else axis.take(replacement, split_dim)
+            )
 
     return func(x, on_gradient, *rest, **kwargs)
 
@@ -192,11 +198,11 @@ ENTRY_BY_ENTRY = (*_WITH_SELF, *(f"{name}_" for name in _WITH_SELF), "rsub", "wh
 def entry_by_entry(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Compute each entry from those at the same place, with broadcasting."""
     values = [*args, *kwargs.values()]
-    tensors = [one for one in values if isinstance(one, Tensor)]
-    parts = [one for one in tensors if isinstance(one, SplitActivation)]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    parts = [tensor for tensor in tensors if isinstance(tensor, SplitActivation)]
     name = getattr(func, "__name__", "")
     into = name.endswith("_") and (not name.endswith("__") or name == "__ipow__")
-    odd = "out" in kwargs or any(isinstance(one, list | tuple) for one in values)
+    odd = "out" in kwargs or any(isinstance(value, list | tuple) for value in values)
     if odd or (into and not is_split(args[0])) or (name == "where" and len(values) == 1):
         return NotImplemented
     joint = same_dim(parts)
@@ -205,14 +211,17 @@ def entry_by_entry(func: Any, args: Args, kwargs: Kwargs) -> Any:
     (place, split_dim), axis = joint, parts[0].axis
     # A whole activation as large as the part's own whole, as of a residual, is joined by the whole: its gradient
     # would be gathered as well, and the norm that follows needs the whole. A parameter or a mask gives its part.
-    most = max(prod(whole_shape(one)) for one in parts) / 2
-    found = {id(one): one if is_split(one) else beside(one, place, split_dim, axis, most) for one in tensors}
-    if any(one is None for one in found.values()):
+    most = max(prod(whole_shape(part)) for part in parts) / 2
+    operands = {
+        id(tensor): tensor if is_split(tensor) else beside(tensor, place, split_dim, axis, most) for tensor in tensors
+    }
+    if any(operand is None for operand in operands.values()):
         return NotImplemented
     result = func(
-        *(found.get(id(one), one) for one in args), **{key: found.get(id(one), one) for key, one in kwargs.items()}
+        *(operands.get(id(value), value) for value in args),
+        **{key: operands.get(id(value), value) for key, value in kwargs.items()},
     )
-    ndim = max(one.ndim for one in tensors)
+    ndim = max(tensor.ndim for tensor in tensors)
     return as_parts(result, replace(split_dim, dim=place % ndim), axis)
 
 
@@ -225,8 +234,8 @@ def _to(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 @rule("dropout", "dropout_")
 def _dropout(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    given = dict(zip(("p", "training"), args[1:], strict=False)) | kwargs
-    drops = given.get("p", 0.5) and given.get("training", given.get("train", True))
+    arguments = dict(zip(("p", "training"), args[1:], strict=False)) | kwargs
+    drops = arguments.get("p", 0.5) and arguments.get("training", arguments.get("train", True))
     with args[0].axis.apart() if drops else nullcontext():
         return entry_by_entry(func, args, kwargs)
 
@@ -258,7 +267,7 @@ def along_dims(func: Any, args: Args, kwargs: Kwargs) -> Any:
     name = func.__name__.removeprefix("special_").removeprefix("linalg_")
     place, default = _ALONG[name]
     x, rest = args[0], [*args[1:], *kwargs.values()]
-    if not isinstance(x, SplitActivation) or any(isinstance(one, Tensor) for one in rest):
+    if not isinstance(x, SplitActivation) or any(isinstance(value, Tensor) for value in rest):
         return NotImplemented
     key = _OTHER_NAMES.get(name, "dim")
     dims: Any = kwargs.get(key, args[place] if len(args) > place else default)
@@ -289,23 +298,23 @@ def along_dims(func: Any, args: Args, kwargs: Kwargs) -> Any:
 @rule("layer_norm", "rms_norm")
 def _norm(func: Any, args: Args, kwargs: Kwargs) -> Any:
     names = ("normalized_shape", "weight", "bias", "eps") if func.__name__ == "layer_norm" else _OF_RMS
-    x, given = args[0], dict(zip(names, args[1:], strict=False)) | kwargs
-    shape: Any = given["normalized_shape"]
+    x, arguments = args[0], dict(zip(names, args[1:], strict=False)) | kwargs
+    shape: Any = arguments["normalized_shape"]
     count = 1 if isinstance(shape, int) else len(shape)
     if x.split_dim.dim < x.ndim - count:
         return with_copies(func, args, kwargs, x)
     if count > 1 or whole_shape(x)[-1:] != torch.Size([shape] if isinstance(shape, int) else shape):
         return NotImplemented
-    return _norm_of_all(x, func.__name__ == "layer_norm", given)
+    return _norm_of_all(x, func.__name__ == "layer_norm", arguments)
 
 
 _OF_RMS = ("normalized_shape", "weight", "eps")
 
 
-def _norm_of_all(x: SplitActivation, centers: bool, given: Kwargs) -> Any:
+def _norm_of_all(x: SplitActivation, centers: bool, arguments: Kwargs) -> Any:
     """Normalize over the dim that is split; ranks exchange a sum of each token, or two."""
     axis, split_dim = x.axis, x.split_dim
-    eps = given.get("eps", 1e-5 if centers else None)
+    eps = arguments.get("eps", 1e-5 if centers else None)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
 
     def mean(share: Tensor) -> Tensor:
@@ -316,8 +325,8 @@ def _norm_of_all(x: SplitActivation, centers: bool, given: Kwargs) -> Any:
     wide = wide - mean(wide) if centers else wide
     y = wide * torch.rsqrt(mean(wide.square()) + eps)
     for name, joined in (("weight", torch.mul), ("bias", torch.add)):
-        if given.get(name) is not None:
-            y = joined(y, axis.take(whole(given[name]), replace(split_dim, dim=0)))
+        if arguments.get(name) is not None:
+            y = joined(y, axis.take(whole(arguments[name]), replace(split_dim, dim=0)))
     return as_parts(y.to(x.dtype), split_dim, axis)
 
 
@@ -327,7 +336,7 @@ def with_copies(func: Any, args: Args, kwargs: Kwargs, x: SplitActivation) -> An
     def copied(value: Any) -> Any:
         return x.axis.copy(value) if isinstance(value, Tensor) and value is not x and needs_gradient(value) else value
 
-    if sum(is_split(one) for one in (*args, *kwargs.values())) > 1:
+    if sum(is_split(value) for value in (*args, *kwargs.values())) > 1:
         return NotImplemented
     result = func(*map(copied, args), **{key: copied(value) for key, value in kwargs.items()})
     return as_parts(result, x.split_dim, x.axis)

@@ -46,7 +46,7 @@ def _view(func: Any, args: Args, kwargs: Kwargs) -> Any:
         part = (Tensor.view if views else Tensor.reshape)(x, sizes)
     except RuntimeError:  # strides of a part may not allow what those of the whole do
         part = x.reshape(sizes)
-    if not views and part.data_ptr() == x.data_ptr() and copies(x, lambda whole: whole.reshape(shown.shape)):
+    if not views and part.data_ptr() == x.data_ptr() and copies(x, lambda tensor: tensor.reshape(shown.shape)):
         part = part.clone()
     return as_parts(part, moved, x.axis)
 
@@ -55,7 +55,7 @@ def _view(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _contiguous(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
     part = func(*args, **kwargs)
-    if part is x and copies(x, lambda whole: func(whole, *args[1:], **kwargs)):
+    if part is x and copies(x, lambda tensor: func(tensor, *args[1:], **kwargs)):
         part = x.clone(memory_format=torch.contiguous_format)
     return as_parts(part, x.split_dim, x.axis)
 
@@ -67,8 +67,8 @@ def copies(x: SplitActivation, function: Callable[[Tensor], Tensor]) -> bool:
     if x.shape[dim] > 1:
         return False
     strides = [step * ranks if n != dim and step >= x.stride(dim) else step for n, step in enumerate(x.stride())]
-    whole = torch.empty_strided(whole_shape(x), strides, device="meta")
-    return function(whole)._base is None and function(whole) is not whole
+    imitation = torch.empty_strided(whole_shape(x), strides, device="meta")
+    return function(imitation)._base is None and function(imitation) is not imitation
 
 
 def _reshaped(old: Sequence[int], split_dim: SplitDim, new: Sequence[int], axis: Axis) -> SplitDim | None:
@@ -80,9 +80,13 @@ def _reshaped(old: Sequence[int], split_dim: SplitDim, new: Sequence[int], axis:
     if rest or new[place] % outer:
         return None
     here = new[place] // outer
-    found = _scaled(sections, here, split_dim.size, axis.size)
-    if found is not None:
-        return replace(split_dim, dim=place, sections=found * outer) if len(found) * outer <= MOST_SECTIONS else None
+    new_sections = _scaled(sections, here, split_dim.size, axis.size)
+    if new_sections is not None:
+        return (
+            replace(split_dim, dim=place, sections=new_sections * outer)
+            if len(new_sections) * outer <= MOST_SECTIONS
+            else None
+        )
     if outer == 1 and here > 1 and split_dim.size % here == 0:
         # Queries, keys and values get a dim of their own; each of them is split.
         each = split_dim.size // here
@@ -158,13 +162,13 @@ def _split(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if dim % x.ndim != x.split_dim.dim:
         return as_parts(func(*args, **kwargs), x.split_dim, x.axis)
     shown = func(torch.empty(x.split_dim.size, device="meta"), how, 0)
-    return _pieces(x, [len(one) for one in shown])
+    return _pieces(x, [len(piece) for piece in shown])
 
 
 def _pieces(x: SplitActivation, lengths: Sequence[int]) -> Any:
     """Return consecutive pieces of the split dim, each of which is some sections."""
     split_dim = x.split_dim
-    left, made, begin = list(split_dim.sections), [], 0
+    left, pieces, begin = list(split_dim.sections), [], 0
     for length in lengths:
         sections: list[int] = []
         while left and sum(sections) < length:
@@ -173,11 +177,11 @@ def _pieces(x: SplitActivation, lengths: Sequence[int]) -> Any:
             x.axis.wish(split_dim, list(lengths))
             return NotImplemented
         count = length // x.axis.size
-        made.append(
+        pieces.append(
             as_parts(x.narrow(split_dim.dim, begin, count), replace(split_dim, sections=tuple(sections)), x.axis)
         )
         begin += count
-    return tuple(made)
+    return tuple(pieces)
 
 
 @rule("glu")
@@ -228,25 +232,25 @@ def _getitem(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if not is_split(x):
         return _look_up(func, (x, index), index) if is_split(index) and not is_of_flags(index) else NotImplemented
     items = list(index) if isinstance(index, tuple) else [index]
-    if not all(one is None or one is ... or type(one) in (int, slice) for one in items):
+    if not all(item is None or item is ... or type(item) in (int, slice) for item in items):
         return NotImplemented
-    used = sum(type(one) in (int, slice) for one in items)
+    used = sum(type(item) in (int, slice) for item in items)
     if ... not in items:
         items.append(...)
     place = items.index(...)
     items[place : place + 1] = [slice(None)] * (x.ndim - used)
     dim, here, slicing = 0, 0, slice(None)
-    for number, one in enumerate(items):
-        if one is None:
+    for number, item in enumerate(items):
+        if item is None:
             here += dim <= x.split_dim.dim
             continue
         if dim == x.split_dim.dim:
-            if not isinstance(one, slice):
+            if not isinstance(item, slice):
                 return NotImplemented
-            slicing, items[number] = one, slice(None)
+            slicing, items[number] = item, slice(None)
             split_dim = replace(x.split_dim, dim=here)
         elif dim < x.split_dim.dim:
-            here += isinstance(one, slice)
+            here += isinstance(item, slice)
         dim += 1
     part = as_parts(func(x, tuple(items)), split_dim, x.axis)
     start, stop, step = slicing.indices(split_dim.size)
@@ -258,14 +262,14 @@ def _getitem(func: Any, args: Args, kwargs: Kwargs) -> Any:
 @rule("gather", "scatter", "scatter_add", "scatter_", "scatter_add_", "take_along_dim", anywhere=True)
 def _along_index(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Pick, or put, entries along another dim, by an index for each place of the dim that is split."""
-    positions = [number for number, one in enumerate(args) if type(one) is int]
+    positions = [number for number, argument in enumerate(args) if type(argument) is int]
     dim = kwargs.get("dim", args[positions[0]] if positions else None)
-    tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
-    parts = [one for one in tensors if isinstance(one, SplitActivation)]
+    tensors = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor)]
+    parts = [tensor for tensor in tensors if isinstance(tensor, SplitActivation)]
     joint = same_dim(parts) if parts else None
     if joint is None or dim is None or len(parts) < len(tensors) or (dim - parts[0].ndim * (dim >= 0)) == joint[0]:
         return NotImplemented
-    same = len({one.ndim for one in parts}) == 1
+    same = len({part.ndim for part in parts}) == 1
     return as_parts(func(*args, **kwargs), joint[1], parts[0].axis) if same else NotImplemented
 
 
@@ -276,14 +280,14 @@ def _setitem(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if not is_split(view):
         return NotImplemented
     if isinstance(value, Tensor):
-        own: Tensor | None = value
+        operand: Tensor | None = value
         if isinstance(value, SplitActivation):
-            own = None if same_dim([view, value]) is None else value
+            operand = None if same_dim([view, value]) is None else value
         else:
-            own = beside(value, view.split_dim.dim - view.ndim, view.split_dim, view.axis)
-        if own is None:
+            operand = beside(value, view.split_dim.dim - view.ndim, view.split_dim, view.axis)
+        if operand is None:
             return NotImplemented
-        value = part_of(own)
+        value = part_of(operand)
     part_of(view)[...] = value
     return None
 
@@ -295,13 +299,13 @@ def is_of_flags(x: Tensor) -> bool:
 
 @rule("embedding", "one_hot", anywhere=True)
 def _embedding(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    x, given = args[0], dict(zip(("num_classes",), args[1:2], strict=False)) | kwargs
+    x, arguments = args[0], dict(zip(("num_classes",), args[1:2], strict=False)) | kwargs
     if func is torch.nn.functional.embedding:
         # These count, or write to, what the indices of all ranks pick, and an axis of ranks sums no sparse gradients.
         sparse = kwargs.get("sparse") and torch.is_grad_enabled() and not x.axis.sums_sparse
         odd = len(args) > 3 or sparse or any(kwargs.get(name) for name in ("max_norm", "scale_grad_by_freq"))
     else:
-        odd = given.get("num_classes", -1) < 0  # as many as the largest index says
+        odd = arguments.get("num_classes", -1) < 0  # as many as the largest index says
     simple = is_split(x) and not odd and not any(map(is_split, (*args[1:], *kwargs.values())))
     return _look_up(func, args, x, kwargs) if simple else NotImplemented
 
@@ -322,26 +326,26 @@ def _cat(func: Any, args: Args, kwargs: Kwargs) -> Any:
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     if not isinstance(tensors, list | tuple) or "out" in kwargs or not isinstance(dim, int):
         return NotImplemented
-    parts = [one for one in tensors if isinstance(one, SplitActivation)]
-    if not parts or len({one.ndim for one in tensors}) > 1:
+    parts = [tensor for tensor in tensors if isinstance(tensor, SplitActivation)]
+    if not parts or len({tensor.ndim for tensor in tensors}) > 1:
         return NotImplemented
     first, stacks = parts[0], func is torch.stack
     dim %= first.ndim + stacks
     if not stacks and dim == first.split_dim.dim:
-        if len(parts) < len(tensors) or any(one.split_dim.dim != dim for one in parts):
+        if len(parts) < len(tensors) or any(part.split_dim.dim != dim for part in parts):
             return NotImplemented
-        sections = tuple(section for one in parts for section in one.split_dim.sections)
-        sources = frozenset().union(*(one.split_dim.sources for one in parts))
+        sections = tuple(section for part in parts for section in part.split_dim.sections)
+        sources = frozenset().union(*(part.split_dim.sources for part in parts))
         return as_parts(func(tensors, dim), SplitDim(dim, sections, sources), first.axis)
     joint = same_dim(parts)
     if joint is None:
         return NotImplemented
     place, split_dim = joint
-    own = [one if is_split(one) else beside(one, place, split_dim, first.axis) for one in tensors]
-    if any(one is None or one.shape[place] != first.shape[place] for one in own):
+    operands = [tensor if is_split(tensor) else beside(tensor, place, split_dim, first.axis) for tensor in tensors]
+    if any(operand is None or operand.shape[place] != first.shape[place] for operand in operands):
         return NotImplemented
     return as_parts(
-        func(own, dim), replace(split_dim, dim=split_dim.dim + (stacks and dim <= split_dim.dim)), first.axis
+        func(operands, dim), replace(split_dim, dim=split_dim.dim + (stacks and dim <= split_dim.dim)), first.axis
     )
 
 

@@ -46,11 +46,11 @@ def spread(
     change = eager(_change_input, name="split", group=group, tag=tag)
     modules[stack.blocks[0]].register_forward_pre_hook(change, with_kwargs=True)
     for name in stack.whole:
-        whole = modules[name]
+        joined_module = modules[name]
         also = set() if check is None else check.also_spread[name]
         gathers = eager(_change_input, name="join", group=group, tag=tag + 1, apart=Apart(name), also=also)
-        whole.register_forward_pre_hook(gathers, with_kwargs=True)
-        whole.register_forward_hook(eager(_change_output, name="split", group=group, tag=tag + 2))
+        joined_module.register_forward_pre_hook(gathers, with_kwargs=True)
+        joined_module.register_forward_hook(eager(_change_output, name="split", group=group, tag=tag + 2))
     for number, name in enumerate(stack.blocks):
         modules[name].register_forward_hook(lambda *_: streams.join(), always_call=True)
         modules[name].register_forward_hook(eager(order.leave, number), with_kwargs=True)
@@ -60,19 +60,19 @@ def spread(
 
 def activation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the input of a block or an attention, the first tensor of a floating dtype. Raise ValueError otherwise."""
-    found = kwargs.get("hidden_states")
-    found = next((arg for arg in args if _is_floating(arg)), found)
-    if isinstance(found, Tensor) and found.ndim > 3:
+    tensor = kwargs.get("hidden_states")
+    tensor = next((arg for arg in args if _is_floating(arg)), tensor)
+    if isinstance(tensor, Tensor) and tensor.ndim > 3:
         raise ValueError(
-            f"a block was called with an activation of shape {tuple(found.shape)}, which is no sequence; "
+            f"a block was called with an activation of shape {tuple(tensor.shape)}, which is no sequence; "
             "set tensor_parallel.sequence to false"
         )
-    if not isinstance(found, Tensor) or found.ndim < 2:
+    if not isinstance(tensor, Tensor) or tensor.ndim < 2:
         raise ValueError(
             f"a block was called with {[type(arg).__name__ for arg in args]} and {sorted(kwargs)}, in which there is "
             "no activation whose sequence could be spread; set tensor_parallel.sequence to false"
         )
-    return found
+    return tensor
 
 
 def _is_floating(value: Any) -> bool:
@@ -86,8 +86,8 @@ def replaced(args: tuple[Any, ...], kwargs: dict[str, Any], old: Tensor, new: Te
 
 def _has_ids_only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a module inside a block is an embedding: it has the ids of all tokens, as no ids are spread."""
-    given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    return bool(given) and not any(map(_is_floating, given))
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    return bool(tensors) and not any(map(_is_floating, tensors))
 
 
 class _Order:
@@ -126,9 +126,9 @@ class _Order:
         """Hook: keep what the next block is to be given."""
         if _recomputes():
             return
-        found = _first(output)
-        self._apart[number].check(found, sequence_dim(found))
-        self._last, self._before = (None if number == len(self._blocks) - 1 else found.detach()), number
+        x = _first(output)
+        self._apart[number].check(x, sequence_dim(x))
+        self._last, self._before = (None if number == len(self._blocks) - 1 else x.detach()), number
 
     def finish(self, module: nn.Module, args: Any, output: Any) -> None:
         """Hook of the model, also where it raised: the sequence is whole again."""
@@ -179,8 +179,8 @@ def _split(run: Any, x: Tensor) -> Tensor:
 
 
 def _of_first(output: Any, function: Callable[[Tensor], Any]) -> Any:
-    found = function(_first(output))
-    return found if isinstance(output, Tensor) else (found, *output[1:])
+    result = function(_first(output))
+    return result if isinstance(output, Tensor) else (result, *output[1:])
 
 
 def _entered(run: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -256,9 +256,9 @@ class Followed(Following):
 
 def check_tokens(check: TokenCheck, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Check that a model's code leaves tokens apart, where parts of sequences are. Raise ValueError if not."""
-    given, more = check.without_memory((args, kwargs))
+    meta_args, meta_kwargs = check.without_memory((args, kwargs))
     with _refused():
-        check.begin(_named(args, kwargs), lambda copied, _: copied(*given, **more))
+        check.begin(_named(args, kwargs), lambda copied, _: copied(*meta_args, **meta_kwargs))
 
 
 @contextmanager

@@ -207,9 +207,9 @@ class TokenCheck:
     def _found(self, model: nn.Module, original: nn.Module, forward: _Forward) -> _Checked:
         checked = _Checked(None, set())
         for guess in (False, True):  # a condition on values is tried both ways
-            whole = TokenRun(self._parts, self._attends, guess, forward.device)
+            whole_run = TokenRun(self._parts, self._attends, guess, forward.device)
             try:
-                self._call(model, original, forward, whole)
+                self._call(model, original, forward, whole_run)
             except MixesTokens as error:
                 return self._refused(error)
             except Exception as error:
@@ -220,23 +220,23 @@ class TokenCheck:
                 return _Checked(None, None)
             # Ways are those of the run that checks them: state that others share may be another one in the next.
             for attempt in count():
-                part = TokenRun(self._parts, self._attends, guess, forward.device, whole, attempt)
+                part_run = TokenRun(self._parts, self._attends, guess, forward.device, whole_run, attempt)
                 try:
-                    self._call(model, original, forward, part)
-                    if not part.is_plain:
-                        self._compare(whole, part)
+                    self._call(model, original, forward, part_run)
+                    if not part_run.is_plain:
+                        self._compare(whole_run, part_run)
                 except MixesTokens as error:
                     # A piece of a part may be shorter than what code takes together, as the whole run has seen.
-                    if isinstance(error, DependsOnLength) or part.way not in whole.ways:
+                    if isinstance(error, DependsOnLength) or part_run.way not in whole_run.ways:
                         return self._refused(error)
-                    if not part.is_plain:
+                    if not part_run.is_plain:
                         continue
                 except Exception:
                     _log.debug("another run of the check has failed", exc_info=True)
                 assert checked.ways is not None
-                checked.ways |= part.ways
+                checked.ways |= part_run.ways
                 break
-            if not (whole.guessed or part.guessed):
+            if not (whole_run.guessed or part_run.guessed):
                 break
         return checked
 
@@ -246,9 +246,9 @@ class TokenCheck:
         self._tell(error)
         return _Checked(None, None)
 
-    def _compare(self, whole: TokenRun, part: TokenRun) -> None:
-        for place in {**whole.seen, **part.seen}:
-            if (of_whole := whole.seen.get(place)) != (of_part := part.seen.get(place)):
+    def _compare(self, whole_run: TokenRun, part_run: TokenRun) -> None:
+        for place in {**whole_run.seen, **part_run.seen}:
+            if (of_whole := whole_run.seen.get(place)) != (of_part := part_run.seen.get(place)):
                 name, where = place
                 raise DependsOnLength(
                     f"{name}, in {where}, computes with numbers, or gives shapes, that depend on the length of the "

@@ -158,21 +158,21 @@ class TokenRun(WithoutMemory, Axis):
         if self.refused is not None:
             raise self.refused
 
-    def spread(self, x: Tensor, dim: int, whole: int, part: int) -> Tensor:
-        """Return this rank's part of a tensor with a dim of tokens: ``part`` of a ``whole`` sequence."""
+    def spread(self, x: Tensor, dim: int, length: int, part: int) -> Tensor:
+        """Return this rank's part of a tensor with a dim of tokens: ``part`` of the ``length`` of a sequence."""
         if not self._whole:
-            self._whole, self._part, self._told = whole, part, whole
+            self._whole, self._part, self._told = length, part, length
             if self.other is not None:
                 # The part is cut as well, or rules would take it for what all ranks have.
                 divisors = [n for n in range(2, part + 1) if part % n == 0] or [1]
                 self.is_plain = self._attempt >= len(divisors)
                 self.size = 1 if self.is_plain else divisors[self._attempt]
                 self._told = part
-        told = whole * self._told // self._whole
-        split_dim = self._joined_dims.get((x.ndim, dim, whole), SplitDim(dim, (told,)))
+        told = length * self._told // self._whole
+        split_dim = self._joined_dims.get((x.ndim, dim, length), SplitDim(dim, (told,)))
         with torch._C.DisableTorchFunction():
-            made = torch.empty([*x.shape[:dim], told // self.size, *x.shape[dim + 1 :]], dtype=x.dtype, device=META)
-            return made if self.is_plain else as_split(made, split_dim, self)
+            tensor = torch.empty([*x.shape[:dim], told // self.size, *x.shape[dim + 1 :]], dtype=x.dtype, device=META)
+            return tensor if self.is_plain else as_split(tensor, split_dim, self)
 
     def is_spread(self, x: Tensor) -> bool:
         """Return whether it has a rank's part of the sequence."""
@@ -189,10 +189,10 @@ class TokenRun(WithoutMemory, Axis):
             return x
         if not isinstance(x, SplitActivation):
             return x.repeat_interleave(self._whole // self._part, int(x.ndim > 2))
-        dim, whole = x.split_dim.dim, x.split_dim.size * self._whole // self._told
+        dim, length = x.split_dim.dim, x.split_dim.size * self._whole // self._told
         # Tokens of all samples in one dim are cut sample by sample, also where they are cut again.
-        self._joined_dims[x.ndim, dim, whole] = x.split_dim
-        return self.unsplit(x, whole)
+        self._joined_dims[x.ndim, dim, length] = x.split_dim
+        return self.unsplit(x, length)
 
     def unsplit(self, x: Tensor, length: int = 0) -> Tensor:
         """Return a plain tensor with as many tokens as the code is told of, or of another length."""
@@ -200,8 +200,8 @@ class TokenRun(WithoutMemory, Axis):
             return x
         dim = x.split_dim.dim
         with torch._C.DisableTorchFunction():
-            one: Tensor = x.as_subclass(Tensor).narrow(dim, 0, 1)
-            return one.expand([*x.shape[:dim], length or x.split_dim.size, *x.shape[dim + 1 :]]).clone()
+            token: Tensor = x.as_subclass(Tensor).narrow(dim, 0, 1)
+            return token.expand([*x.shape[:dim], length or x.split_dim.size, *x.shape[dim + 1 :]]).clone()
 
     def note(self, function: Any, args: Any, kwargs: Any, frame: FrameType | None) -> None:
         """Note a call of the code, by which a forward is followed."""
@@ -218,12 +218,12 @@ class TokenRun(WithoutMemory, Axis):
         finally:
             self.has_whole = before
 
-    def split_again(self, x: Tensor, given: Sequence[SplitActivation]) -> Tensor:
+    def split_again(self, x: Tensor, inputs: Sequence[SplitActivation]) -> Tensor:
         """Return this rank's part of a result of whole sequences, which are those of some inputs."""
-        for one in given:
-            dim, whole = one.split_dim.dim, one.split_dim.size * self._whole // self._told
-            if type(x) is Tensor and dim < x.ndim and x.shape[dim] == whole:
-                return self.spread(x, dim, whole, whole * self._part // self._whole)
+        for activation in inputs:
+            dim, length = activation.split_dim.dim, activation.split_dim.size * self._whole // self._told
+            if type(x) is Tensor and dim < x.ndim and x.shape[dim] == length:
+                return self.spread(x, dim, length, length * self._part // self._whole)
         return x
 
     def reads(self, x: Tensor) -> None:
@@ -236,7 +236,7 @@ class TokenRun(WithoutMemory, Axis):
     ) -> MixesTokens:  # fmt: skip
         """Return the error for a function, or that which is called at present, and keep the first one."""
         where = place or place_of(_frames())
-        inside = next((one for frame in _frames() if (one := self._names.get(id(frame.f_locals.get("self"))))), "")
+        inside = next((name for frame in _frames() if (name := self._names.get(id(frame.f_locals.get("self"))))), "")
         around = f", in {where}{inside and f' ({inside})'}," if where else ""
         error = kind(f"{function or self._watch.function}{around} {why}", where)
         self.refused = self.refused or error
@@ -250,18 +250,18 @@ class TokenRun(WithoutMemory, Axis):
         """Refuse to gather."""
         raise self.mixed("needs the tokens of all ranks, or is not known to leave tokens apart")
 
-    def take(self, whole: Tensor, split_dim: SplitDim) -> Tensor:
+    def take(self, tensor: Tensor, split_dim: SplitDim) -> Tensor:
         """Refuse what was not made for this rank's tokens, unless all entries are alike."""
-        if isinstance(whole, Constant) and whole.is_alike:
-            return whole.as_subclass(Tensor).narrow(split_dim.dim, 0, split_dim.size // self.size)
+        if isinstance(tensor, Constant) and tensor.is_alike:
+            return tensor.as_subclass(Tensor).narrow(split_dim.dim, 0, split_dim.size // self.size)
         raise self.mixed(
             f"is given a tensor with an entry for each of the {split_dim.size} tokens of a sequence, of which a rank "
             "has a part"
         )
 
-    def copy(self, whole: Tensor) -> Tensor:
+    def copy(self, tensor: Tensor) -> Tensor:
         """Return what is used for every token alike."""
-        return whole
+        return tensor
 
     def sum(self, share: Tensor) -> Tensor:
         """Refuse a sum over the tokens, unless it is the gradient of what is used for all of them."""
@@ -293,12 +293,12 @@ class _Watch(TorchFunctionMode):
             if attends:
                 raise self._run.mixed("is given what was made of labels, as which only the loss is known")
             return self._on_plain(func, args, kwargs, OfLabels)
-        known = answer(func, args, self._run.backwards.differentiates, self._run.device)
-        if known is not None:
+        known_answer = answer(func, args, self._run.backwards.differentiates, self._run.device)
+        if known_answer is not None:
             if name == "register_hook" and isinstance(args[0], SplitActivation):
                 with self:
                     self._run.backwards.of_tensor(args[0], args[1] if len(args) > 1 else kwargs["hook"])
-            return known
+            return known_answer
         if OfSum in kinds:
             if SplitActivation in kinds:
                 raise self._run.mixed("is given a sum over the tokens")
@@ -338,19 +338,19 @@ class _Watch(TorchFunctionMode):
         if len(parts) < 3 or len(dims) > 1 or dims.pop()[0] != -2:
             raise self._run.mixed("is not of the queries, keys and values of all tokens, (batch, heads, tokens, width)")
         with torch._C.DisableTorchFunction():
-            made = torch.empty(*query.shape[:-1], value.shape[-1], dtype=query.dtype, device=META)
-            return as_split(made, parts[0].split_dim, self._run)
+            result = torch.empty(*query.shape[:-1], value.shape[-1], dtype=query.dtype, device=META)
+            return as_split(result, parts[0].split_dim, self._run)
 
     def _without_parts(self, func: Any, args: Any, kwargs: Any, kinds: set[type]) -> Any:
         """Compute a function of what no rank has a part of; note what depends on the length."""
         if OfLength in kinds:
             return self._of_length(func, args, kwargs, self._on_plain(func, args, kwargs, Tensor))
         name, run = self.function, self._run
-        given = tensors_of((args, kwargs))
-        alike = kinds == {Constant} and name in SHAPING and all(x.is_alike for x in given)  # type: ignore[attr-defined]
+        inputs: list[Any] = tensors_of((args, kwargs))
+        alike = kinds == {Constant} and name in SHAPING and all(x.is_alike for x in inputs)
         result = self._on_plain(func, args, kwargs, Tensor)
         if alike:
-            result = map_tensors((given, result), _constant)[1]  # what was written in place is still alike
+            result = map_tensors((inputs, result), _constant)[1]  # what was written in place is still alike
         counted: Any = (args, kwargs)
         if name in CONSTANTS:
             counted = (args[1:], kwargs.get("fill_value")) if CONSTANTS[name] else ()
@@ -374,9 +374,9 @@ class _Watch(TorchFunctionMode):
             result = func(*args, **kwargs)
             return result if kind is Tensor else map_tensors(result, lambda x: x.as_subclass(kind))
 
-    def _note(self, name: str, given: Any, result: Any) -> None:
+    def _note(self, name: str, arguments: Any, result: Any) -> None:
         """Note numbers and shapes that must not depend on the length of the sequence."""
-        numbers = tuple(n for n in _numbers(given) if name in NUMBERED or not isinstance(n, int))
+        numbers = tuple(n for n in _numbers(arguments) if name in NUMBERED or not isinstance(n, int))
         with torch._C.DisableTorchFunctionSubclass():
             shapes = tuple(
                 tuple(size for dim, size in enumerate(x.shape) if dim != x.split_dim.dim)

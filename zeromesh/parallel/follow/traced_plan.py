@@ -90,13 +90,13 @@ def traced_plan(
     runs = _Runs(copied, weights, dict(layers), alike, ranks, others)
     try:
         with dry(model), limited(SECONDS):
-            found = runs.first(chain(filter(None, [sample()]), samples_of(model), guesses_of(model)))
+            findings = runs.first(chain(filter(None, [sample()]), samples_of(model), guesses_of(model)))
     except Exception as error:
         return None, [_UNTRACED.format(_one_line(error))], set()
-    found = _with_others(found, layers, alike, _weights(model, layers))
-    notes = [_READ.format(pattern_of(name), kinds[name]) for name in found.read]
-    gathers = [name for name, rule in found.rules.items() if rule.style == GATHERED]
-    return found.rules, notes + [_GATHERS.format(pattern_of(name), kinds[name]) for name in gathers], found.read
+    findings = _with_others(findings, layers, alike, _weights(model, layers))
+    notes = [_READ.format(pattern_of(name), kinds[name]) for name in findings.read]
+    gathers = [name for name, rule in findings.rules.items() if rule.style == GATHERED]
+    return findings.rules, notes + [_GATHERS.format(pattern_of(name), kinds[name]) for name in gathers], findings.read
 
 
 _UNTRACED = "layers in classes that are not known are split by themselves, with what they give gathered, as: {}"
@@ -121,27 +121,27 @@ def _alike(name: str, layer: Any) -> Alike:
 
 
 def _with_others(
-    found: Found, layers: Mapping[str, bool], alike: Mapping[str, Alike], weights: Iterable[tuple[str, nn.Parameter]]
+    findings: Found, layers: Mapping[str, bool], alike: Mapping[str, Alike], weights: Iterable[tuple[str, nn.Parameter]]
 ) -> Found:  # fmt: skip
     """Return rules also for layers that the run did not call: those of layers that are alike, or of the large.
 
     Layers that share a weight get one rule, that of those that were called, or none if these have several.
     """
-    rules = {alike[name]: rule for name, rule in found.rules.items()}
+    rules = {alike[name]: rule for name, rule in findings.rules.items()}
     more: dict[str, PlanRule] = {}
-    for name in layers.keys() - found.called - found.read:
+    for name in layers.keys() - findings.called - findings.read:
         rule = rules.get(alike[name], PlanRule(GATHERED) if layers[name] else None)
         if rule is not None:
             more[name] = rule
-    merged: dict[str, PlanRule | None] = {**found.rules, **more}
+    merged: dict[str, PlanRule | None] = {**findings.rules, **more}
     sharing: dict[int, list[str]] = {}
     for name, weight in weights:
         sharing.setdefault(id(weight), []).append(name)
     for names in sharing.values():
         if len(chosen := {merged.get(name) for name in names}) > 1:
-            chosen = {merged.get(name) for name in names if name in found.called}
+            chosen = {merged.get(name) for name in names if name in findings.called}
             merged |= dict.fromkeys(names, chosen.pop() if len(chosen) == 1 else None)
-    return replace(found, rules={name: rule for name, rule in merged.items() if rule is not None})
+    return replace(findings, rules={name: rule for name, rule in merged.items() if rule is not None})
 
 
 class _Runs:
@@ -172,12 +172,12 @@ class _Runs:
             best: Found | None = None
             for guess in (False, True):  # a condition on values is tried both ways
                 try:
-                    found = self.search(sample, guess)
+                    findings = self.search(sample, guess)
                 except Exception as error:
                     _log.debug("the model cannot be traced", exc_info=True)
                     failure = failure or error
                 else:
-                    best = found if best is None or len(found.called) > len(best.called) else best
+                    best = findings if best is None or len(findings.called) > len(best.called) else best
                     if best.called >= self._layers.keys():
                         break
                 if not self.guessed:
@@ -191,7 +191,7 @@ class _Runs:
         self._sample, self._guess = sample, guess
         forced: frozenset[Alike] = frozenset()
         for _ in range(MOST_RUNS):
-            choices, found = self._chosen(forced)
+            choices, findings = self._chosen(forced)
             # Code may need the whole in the other mode only: in evaluation, or in training.
             before = {module: module.training for module in self._copied.modules()}
             try:
@@ -209,40 +209,42 @@ class _Runs:
                 for module, trains in before.items():
                     module.train(trains)
             break
-        return found
+        return findings
 
     def _chosen(self, forced: frozenset[Alike]) -> tuple[Choices, Found]:
         choices, best = Choices(gathered=forced), None
         for _ in range(MOST_RUNS):
             try:
-                found = self._try(choices)
+                findings = self._try(choices)
             except NeedsWhole as error:
                 forced |= {self._alike[name] for name in error.sources}
                 choices = replace(choices, gathered=choices.gathered | forced)
                 continue
-            if found.read - choices.read:  # what follows them is given wholes
-                choices = replace(choices, read=choices.read | found.read)
+            if findings.read - choices.read:  # what follows them is given wholes
+                choices = replace(choices, read=choices.read | findings.read)
                 continue
-            if wishes := {layers: one for layers, one in found.wishes.items() if layers not in choices.sections}:
+            if wishes := {
+                layers: sections for layers, sections in findings.wishes.items() if layers not in choices.sections
+            }:
                 choices = replace(choices, sections={**choices.sections, **wishes})
                 continue
-            if best is None or found.sent <= best[1].sent:
-                best = choices, found
-            if found.gathered <= choices.gathered:
+            if best is None or findings.sent <= best[1].sent:
+                best = choices, findings
+            if findings.gathered <= choices.gathered:
                 break
-            choices = replace(choices, gathered=choices.gathered | found.gathered)
+            choices = replace(choices, gathered=choices.gathered | findings.gathered)
         assert best is not None
-        choices, found = best
-        by_rows = [self._alike[name] for name, rule in found.rules.items() if rule.style == BY_ROWS]
+        choices, findings = best
+        by_rows = [self._alike[name] for name, rule in findings.rules.items() if rule.style == BY_ROWS]
         for layers in dict.fromkeys(by_rows):
             try:
                 other = replace(choices, by_columns=choices.by_columns | {layers})
                 flipped = self._try(other)
             except NeedsWhole:
                 continue
-            if flipped.sent < found.sent and not flipped.wishes.keys() - choices.sections.keys():
-                choices, found = other, flipped
-        return choices, found
+            if flipped.sent < findings.sent and not flipped.wishes.keys() - choices.sections.keys():
+                choices, findings = other, flipped
+        return choices, findings
 
     def _try(self, choices: Choices) -> Found:
         self._run = run = _Run(self._weights, self._layers, self._alike, self._ranks, choices, self._guess, self._left)
@@ -359,15 +361,15 @@ class _Run(WithoutMemory, Axis):
         self._send(joined)
         return joined
 
-    def take(self, whole: Tensor, split_dim: SplitDim) -> Tensor:
+    def take(self, tensor: Tensor, split_dim: SplitDim) -> Tensor:
         """Return a part of the right shape."""
-        self._send(whole, whole.requires_grad and torch.is_grad_enabled())
-        return whole.narrow(split_dim.dim, 0, split_dim.size // self.size)
+        self._send(tensor, tensor.requires_grad and torch.is_grad_enabled())
+        return tensor.narrow(split_dim.dim, 0, split_dim.size // self.size)
 
-    def copy(self, whole: Tensor) -> Tensor:
+    def copy(self, tensor: Tensor) -> Tensor:
         """Count the sum of the gradient."""
-        self._send(whole, 2)
-        return whole
+        self._send(tensor, 2)
+        return tensor
 
     def sum(self, share: Tensor) -> Tensor:
         """Count the sum."""

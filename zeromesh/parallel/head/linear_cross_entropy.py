@@ -141,9 +141,9 @@ def require_known(ids: Tensor, wrong: Tensor, size: int, name: str, more: str = 
     if ids.device.type != "cpu":
         torch._assert_async(~wrong.any(), f"one {name} is not in the vocabulary of {size} entries")
     elif bool(wrong.any()):
-        found = int(ids[wrong][0])
+        wrong_id = int(ids[wrong][0])
         raise IndexError(
-            f"the {name} {found} is not in the vocabulary of {size} entries: ids are 0 to {size - 1}{more}"
+            f"the {name} {wrong_id} is not in the vocabulary of {size} entries: ids are 0 to {size - 1}{more}"
         )
 
 
@@ -175,20 +175,20 @@ class _Chunk:
         # last digits, and with them those of the loss.
         terms, wide = self._terms, logits.dtype
         if self._real:
-            own = logits.amax(1)
+            local_top = logits.amax(1)
             target = logits.gather(1, self._local[:, None])[:, 0].where(self._here, 0.0)
         else:
             # The last ranks may have nothing but padding.
-            own = torch.full((len(logits),), -torch.inf, dtype=wide, device=logits.device)
-            target = torch.zeros_like(own)
-        logits.sub_(own.where(own > -torch.inf, 0.0)[:, None])
+            local_top = torch.full((len(logits),), -torch.inf, dtype=wide, device=logits.device)
+            target = torch.zeros_like(local_top)
+        logits.sub_(local_top.where(local_top > -torch.inf, 0.0)[:, None])
         total = logits.sum(1) if terms.label_smoothing else None
         self._exponentials = logits.exp_()
-        numbers = [own, self._exponentials.sum(1), target]
+        numbers = [local_top, self._exponentials.sum(1), target]
         if total is not None:
-            numbers += [total, torch.full_like(own, self._real)]
+            numbers += [total, torch.full_like(local_top, self._real)]
         top, self._below, target, total = _over_ranks(numbers, terms.vocabulary.group)
-        self._share = (own - top).exp() / self._below
+        self._share = (local_top - top).exp() / self._below
         below = self._below.log()
         smoothing = terms.label_smoothing
         losses = (1 - smoothing) * (below - (target - top))
@@ -378,8 +378,8 @@ class _PerToken(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: _Terms) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.terms = terms
-        found = [chunk.losses for _, chunk in _chunks(hidden, weight, bias, labels, terms)]
-        return torch.cat(found) if found else hidden.new_zeros(0)
+        losses = [chunk.losses for _, chunk in _chunks(hidden, weight, bias, labels, terms)]
+        return torch.cat(losses) if losses else hidden.new_zeros(0)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:

@@ -62,7 +62,7 @@ class _Head:
         self.expired = True  # an update writes to memory below the parameter, which does not count in its version
 
     def _versions(self) -> tuple[int, ...]:
-        return tuple(-1 if one is None else version(one) for one in (self.hidden, self.weight, self.bias))
+        return tuple(-1 if tensor is None else version(tensor) for tensor in (self.hidden, self.weight, self.bias))
 
     @contextmanager
     def opened(self) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -82,8 +82,8 @@ class _Head:
             if bias is not None and bias.shape[0] != rows:
                 if self.vocabulary.group is not None:
                     bias = move(bias, "copy", self.vocabulary.group, self.tag + 2)
-                own = bias[start : start + rows]
-                bias = F.pad(own, (0, rows - own.shape[0]))
+                part = bias[start : start + rows]
+                bias = F.pad(part, (0, rows - part.shape[0]))
             yield self.weight, bias
 
     def values(self) -> Computed:
@@ -94,11 +94,11 @@ class _Head:
             values = move(values, "join", self.vocabulary.group, self.tag + 1, -1)
         return values[..., : self.vocabulary.size].contiguous(), (self.hidden, self.weight, self.bias)
 
-    def tell(self, made: Tensor) -> Tensor:
-        if made.requires_grad:
+    def tell(self, output: Tensor) -> Tensor:
+        if output.requires_grad:
             for listener in self.listeners:
-                listener(made)
-        return made
+                listener(output)
+        return output
 
 
 @dataclass(frozen=True)
@@ -201,11 +201,11 @@ class Logits(Tensor):
             if func in DESCRIPTION and first._value is None:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
-            if func in RULES and first.lazy and (found := RULES[func](first, func, *args[1:], **kwargs)) is not None:
-                return found
+            if func in RULES and first.lazy and (result := RULES[func](first, func, *args[1:], **kwargs)) is not None:
+                return result
         if writes(func, kwargs) and isinstance(first, Logits):
-            for one in list(first._recipe.head.family.values()):
-                one.materialise()  # before the change, that views may see it, and copies not
+            for logits in list(first._recipe.head.family.values()):
+                logits.materialise()  # before the change, that views may see it, and copies not
         args, kwargs = tree_map_only(Logits, Logits.materialise, (tuple(args), dict(kwargs)))
         return func(*args, **kwargs)
 
@@ -252,8 +252,8 @@ class _Lazy(torch.autograd.Function):
         with torch.enable_grad(), keeping(None):
             values, operands = ctx.compute()
         wanted = [operand for operand, need in zip(operands, needs, strict=True) if need]
-        found = iter(torch.autograd.grad(values, wanted, gradient, create_graph=torch.is_grad_enabled()))
-        return None, None, *(next(found) if need else None for need in needs)
+        gradients = iter(torch.autograd.grad(values, wanted, gradient, create_graph=torch.is_grad_enabled()))
+        return None, None, *(next(gradients) if need else None for need in needs)
 
 
 class _Values(torch.autograd.Function):
@@ -298,13 +298,13 @@ def _cast(logits: Logits, func: Any, *args: Any, **kwargs: Any) -> Logits | None
     # A cast to fewer bits would change the loss, which is computed from the product in fp32.
     probe = torch.empty(0, dtype=logits.dtype, device=logits.device)
     args, kwargs = tree_map_only(Tensor, lambda x: torch.empty(0, dtype=x.dtype, device=x.device), (args, kwargs))
-    found = func(probe, *args, **kwargs)
-    if found is probe:
+    cast_probe = func(probe, *args, **kwargs)
+    if cast_probe is probe:
         return logits
-    if found.device != probe.device or torch.promote_types(found.dtype, probe.dtype) != found.dtype:
+    if cast_probe.device != probe.device or torch.promote_types(cast_probe.dtype, probe.dtype) != cast_probe.dtype:
         return None
-    like = torch.empty_like(logits._recipe.like, dtype=found.dtype)
-    return _then(logits, partial(Tensor.to, dtype=found.dtype, copy=True), like=like)
+    like = torch.empty_like(logits._recipe.like, dtype=cast_probe.dtype)
+    return _then(logits, partial(Tensor.to, dtype=cast_probe.dtype, copy=True), like=like)
 
 
 def _regroup(logits: Logits, func: Any, *args: Any, **kwargs: Any) -> Logits | None:
@@ -406,8 +406,8 @@ def _cross_entropy(
 
 def _of_tensor(*names: str) -> list[Any]:
     """Return methods of a tensor, and getters of its attributes, by their names."""
-    found = [getattr(Tensor, name, None) for name in names]  # versions of torch differ in them
-    return [one if callable(one) else one.__get__ for one in found if one is not None]
+    members = [getattr(Tensor, name, None) for name in names]  # versions of torch differ in them
+    return [member if callable(member) else member.__get__ for member in members if member is not None]
 
 
 def _functions(*names: str) -> list[Any]:
