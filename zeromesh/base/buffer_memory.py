@@ -114,5 +114,5 @@ def _same_bits(copy: Tensor | None, buffer: Tensor | None) -> bool:
     if copy is None or buffer is None or buffer.layout is not torch.strided or buffer.device.type == "meta":
         return True  # nothing to compare beyond the identity and the version
     # As bytes, in which NaN equals NaN.
-    one, other = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (copy, buffer))
-    return torch.equal(one, other)
+    copy_bytes, buffer_bytes = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (copy, buffer))
+    return torch.equal(copy_bytes, buffer_bytes)

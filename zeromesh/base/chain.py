@@ -74,11 +74,11 @@ class Chain(nn.Module):
 
     def users(self) -> Mapping[int, frozenset[int]]:
         """Return the numbers of the layers that compute with each module inside, by its ``id``."""
-        found: dict[int, set[int]] = defaultdict(set)
+        numbers_by_id: dict[int, set[int]] = defaultdict(set)
         for number, name in enumerate(self.layers):
             for module in (self.get_submodule(name), *self.computes_with(number).modules()):
-                found[id(module)].add(number)
-        return {key: frozenset(numbers) for key, numbers in found.items()}
+                numbers_by_id[id(module)].add(number)
+        return {key: frozenset(numbers) for key, numbers in numbers_by_id.items()}
 
     def groups(self, size: int) -> Iterator[tuple[int, int]]:
         """Yield the first layer, and the one after the last, of groups of so many layers that do not span stages."""

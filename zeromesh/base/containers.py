@@ -13,15 +13,15 @@ from torch.nn.utils.rnn import PackedSequence
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """Return the tensors in nested containers, in the order in which ``map_tensors`` comes to them."""
-    found: list[torch.Tensor] = []
-    _collect(value, found, frozenset())
-    return found
+    tensors: list[torch.Tensor] = []
+    _collect(value, tensors, frozenset())
+    return tensors
 
 
-def _collect(value: Any, found: list[torch.Tensor], around: frozenset[int]) -> None:
+def _collect(value: Any, tensors: list[torch.Tensor], around: frozenset[int]) -> None:
     # Without the dictionaries of ``map_tensors``: every forward of every unit comes by here.
     if isinstance(value, torch.Tensor):
-        found.append(value)
+        tensors.append(value)
         return
     items: Collection[Any] = ()
     if isinstance(value, Mapping):
@@ -35,7 +35,7 @@ def _collect(value: Any, found: list[torch.Tensor], around: frozenset[int]) -> N
     if items and id(value) not in around:  # a container may hold itself
         inside = around | {id(value)}
         for item in items:
-            _collect(item, found, inside)
+            _collect(item, tensors, inside)
 
 
 def _parts_of(sequence: PackedSequence) -> tuple[torch.Tensor | None, ...]:

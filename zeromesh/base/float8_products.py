@@ -41,8 +41,8 @@ def magnitude(x: Tensor, dim: int | None = None) -> Tensor:
     if x.numel() == 0:
         return x.new_zeros(1 if dim is None else x.shape[1 - dim], dtype=torch.float32)
     # A whole matrix is reduced row by row first: a compiled reduction to one number reads with few threads.
-    found = x.abs().amax(1).amax().view(1) if dim is None else x.abs().amax(dim)
-    return found.float()
+    largest = x.abs().amax(1).amax().view(1) if dim is None else x.abs().amax(dim)
+    return largest.float()
 
 
 def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
@@ -85,8 +85,8 @@ def product(a: Quantized, b: Quantized, dtype: torch.dtype, native: bool) -> Ten
     # A transposed scale has other strides than they expect.
     of_rows = a.scale.reshape(-1)[:, None] if a.scale.ndim else a.scale
     of_columns = b.scale.reshape(-1)[None] if b.scale.ndim else b.scale
-    found: Tensor = torch._scaled_mm(left, right, of_rows, of_columns, out_dtype=dtype, use_fast_accum=False)
-    return found
+    result: Tensor = torch._scaled_mm(left, right, of_rows, of_columns, out_dtype=dtype, use_fast_accum=False)
+    return result
 
 
 def _padded(values: Tensor, missing: int) -> Tensor:
@@ -120,14 +120,14 @@ class Float8Products:
             of_x, of_weight = _largest_of_both(self.over_inputs, of_x, of_weight)
         elif self.over_outputs is not None and not self.rowwise:
             of_weight = self.over_outputs(of_weight)
-        kept = scale_of(of_x, E4M3), scale_of(of_weight, E4M3)
+        scales = scale_of(of_x, E4M3), scale_of(of_weight, E4M3)
         left, right = (
-            quantize(value, E4M3, self._of_rows(scale)) for value, scale in zip((rows, weight), kept, strict=True)
+            quantize(value, E4M3, self._of_rows(scale)) for value, scale in zip((rows, weight), scales, strict=True)
         )
         y = self._product(left, Quantized(right.values.t(), right.scale.t()), x)
         y = y.view(*x.shape[:-1], weight.shape[0])
         # After the rounding to the output's dtype, as where a layer's inputs are split over ranks.
-        return y if bias is None else y + bias, () if self.rowwise else kept
+        return y if bias is None else y + bias, () if self.rowwise else scales
 
     def receive(self, gradient: Tensor) -> Received:
         """Return the output's gradient, shape ``(..., outputs)``, in float8 where it has one scale.
@@ -148,11 +148,11 @@ class Float8Products:
             largest = self.over_outputs(largest)
         return Received(gradient, rows, quantize(rows, E5M2, scale_of(largest, E5M2)[0]))
 
-    def of_input(self, received: Received, weight: Tensor, kept: Sequence[Tensor]) -> Tensor:
+    def of_input(self, received: Received, weight: Tensor, scales: Sequence[Tensor]) -> Tensor:
         """Return the gradient of the input."""
         gradient, rows, left = received
         if left is not None:
-            right = quantize(weight, E4M3, kept[1][0])
+            right = quantize(weight, E4M3, scales[1][0])
         else:
             of_rows, of_columns = magnitude(rows, 1), magnitude(weight, 0)
             if self.over_outputs is not None:
@@ -161,7 +161,7 @@ class Float8Products:
             right = quantize(weight, E4M3, scale_of(of_columns, E4M3)[None])
         return self._product(left, right, gradient).view(*gradient.shape[:-1], weight.shape[1])
 
-    def of_weight(self, received: Received, x: Tensor, kept: Sequence[Tensor], transposed: bool) -> Tensor:
+    def of_weight(self, received: Received, x: Tensor, scales: Sequence[Tensor], transposed: bool) -> Tensor:
         """Return the gradient of the weight, of shape ``(inputs, outputs)`` if ``transposed``."""
         gradient, rows, outputs = received
         inputs = x.reshape(-1, x.shape[-1])
@@ -169,9 +169,9 @@ class Float8Products:
             outputs = quantize(rows, E4M3, scale_of(magnitude(rows, 0), E4M3)[None])
             right = quantize(inputs, E4M3, scale_of(magnitude(inputs, 0), E4M3)[None])
         else:
-            right = quantize(inputs, E4M3, kept[0][0])
-        found = self._product(Quantized(outputs.values.t(), outputs.scale.t()), right, gradient)
-        return found.t() if transposed else found
+            right = quantize(inputs, E4M3, scales[0][0])
+        weight_gradient = self._product(Quantized(outputs.values.t(), outputs.scale.t()), right, gradient)
+        return weight_gradient.t() if transposed else weight_gradient
 
     def _of_rows(self, scale: Tensor) -> Tensor:
         return scale[:, None] if self.rowwise else scale[0]
@@ -190,9 +190,9 @@ class Received(NamedTuple):
     quantized: Quantized | None  # None: each product scales it along another dim
 
 
-def _largest_of_both(largest: Largest, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+def _largest_of_both(largest: Largest, of_left: Tensor, of_right: Tensor) -> tuple[Tensor, Tensor]:
     """Return the maxima of two vectors over ranks, with one message."""
-    first, second = largest(torch.cat([one, other])).split([len(one), len(other)])
+    first, second = largest(torch.cat([of_left, of_right])).split([len(of_left), len(of_right)])
     return first, second
 
 

@@ -84,10 +84,10 @@ def expose_layers(model: nn.Module) -> None:
 def follow_buffers(model: nn.Module) -> None:
     """Let variables that are buffers have the tensors that are registered now."""
     for layer in layers_of(model):
-        held = layer._modules[HELD]
+        container = layer._modules[HELD]
         for variable, name in _variables(layer):
-            if name in held._buffers:
-                vars(variable)["_value"] = held._buffers[name]
+            if name in container._buffers:
+                vars(variable)["_value"] = container._buffers[name]
 
 
 def seeds_of(model: nn.Module) -> list[Any]:
@@ -102,13 +102,13 @@ def global_seed(make: bool) -> Any:
     Keras makes it when it is first used: until then None, unless it is to be made now.
     """
     module: Any = sys.modules["keras.src.random.seed_generator"]
-    known: Any = sys.modules["keras.src.backend.common.global_state"]
-    found = known.get_global_attribute(module.GLOBAL_SEED_GENERATOR)
-    if found is None and make:
+    global_state: Any = sys.modules["keras.src.backend.common.global_state"]
+    generator = global_state.get_global_attribute(module.GLOBAL_SEED_GENERATOR)
+    if generator is None and make:
         before = random.getstate()  # samples are shuffled by what comes next
-        found = module.global_seed_generator()
+        generator = module.global_seed_generator()
         random.setstate(before)
-    return None if found is None else found.state
+    return None if generator is None else generator.state
 
 
 def separate_seeds(model: nn.Module, rank: int, ranks: int) -> None:
@@ -134,12 +134,12 @@ def _numbered(names: Iterable[str]) -> list[str]:
     """Return names that are unique, and the same for models that are built alike."""
     # Keras counts layers per process: a model that is built again has other numbers at the end of its names.
     seen: dict[str, int] = {}
-    found = []
+    unique_names = []
     for name in names:
         base = _NUMBER.sub("", name).replace(".", "_")  # torch has the dot for itself
         count = seen[base] = seen.get(base, -1) + 1
-        found.append(f"{base}_{count}" if count else base)
-    return found
+        unique_names.append(f"{base}_{count}" if count else base)
+    return unique_names
 
 
 def _variables(layer: Any) -> list[tuple[Any, str]]:
@@ -152,25 +152,25 @@ def _expose(layer: Any) -> None:
     children: dict[str, nn.Module] = {name: child for name, child in layer._modules.items() if name != HELD}
     for name, child in children.items():
         # Sequential keeps a Functional of the same layers beside them, and never calls it as a module.
-        if is_layer(child) and not any(child is one for one in layer._layers):
+        if is_layer(child) and not any(child is sublayer for sublayer in layer._layers):
             vars(layer)[name] = layer._modules.pop(name)
     direct = {id(child) for name, child in layer._modules.items() if name != HELD}
     # A wrapped torch module registers its parameters itself.
     others = [child for name, child in layer._modules.items() if name != HELD and not is_layer(child)]
     wrapped = {id(parameter) for child in others for parameter in child.parameters()}
-    held = nn.ParameterDict()
+    container = nn.ParameterDict()
     trained = len(layer._trainable_variables)
-    kept = trained + len(layer._non_trainable_variables)
+    weight_count = trained + len(layer._non_trainable_variables)
     for number, (variable, name) in enumerate(_variables(layer)):
         if id(variable._value) in wrapped:
             continue
         if number < trained:
-            held[name] = variable._value
+            container[name] = variable._value
             continue
         if isinstance(variable._value, nn.Parameter):
             vars(variable)["_value"] = variable._value.detach()
-        held.register_buffer(name, variable._value, persistent=number < kept)
-    if rest := [one for one in layer._layers if id(one) not in direct]:
-        named = dict(zip(_numbered(one.name for one in rest), rest, strict=True))
-        held.add_module(LAYERS, nn.ModuleDict(named))
-    layer._modules[HELD] = held
+        container.register_buffer(name, variable._value, persistent=number < weight_count)
+    if rest := [sublayer for sublayer in layer._layers if id(sublayer) not in direct]:
+        named = dict(zip(_numbered(sublayer.name for sublayer in rest), rest, strict=True))
+        container.add_module(LAYERS, nn.ModuleDict(named))
+    layer._modules[HELD] = container

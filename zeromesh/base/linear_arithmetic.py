@@ -23,10 +23,10 @@ class Arithmetic(Protocol):
     def receive(self, gradient: Tensor) -> Any:
         """Return the output's gradient as both products of the backward read it."""
 
-    def of_input(self, received: Any, weight: Tensor, kept: Sequence[Tensor]) -> Tensor:
+    def of_input(self, received: Any, weight: Tensor, saved_tensors: Sequence[Tensor]) -> Tensor:
         """Return the gradient of the input."""
 
-    def of_weight(self, received: Any, x: Tensor, kept: Sequence[Tensor], transposed: bool) -> Tensor:
+    def of_weight(self, received: Any, x: Tensor, saved_tensors: Sequence[Tensor], transposed: bool) -> Tensor:
         """Return the gradient of the weight, in the layer's own order of dims if ``transposed``."""
 
 
@@ -41,11 +41,11 @@ class Plain:
         """See ``Arithmetic``."""
         return gradient
 
-    def of_input(self, received: Tensor, weight: Tensor, kept: Sequence[Tensor]) -> Tensor:
+    def of_input(self, received: Tensor, weight: Tensor, saved_tensors: Sequence[Tensor]) -> Tensor:
         """See ``Arithmetic``."""
         return received @ weight
 
-    def of_weight(self, received: Tensor, x: Tensor, kept: Sequence[Tensor], transposed: bool) -> Tensor:
+    def of_weight(self, received: Tensor, x: Tensor, saved_tensors: Sequence[Tensor], transposed: bool) -> Tensor:
         """See ``Arithmetic``."""
         inputs, outputs = x.flatten(0, -2), received.flatten(0, -2)
         return inputs.t() @ outputs if transposed else outputs.t() @ inputs
@@ -129,9 +129,9 @@ _modes: list[Kept | None] = [None]
 
 
 @contextmanager
-def keeping(kept: Kept | None) -> Iterator[None]:
-    """Let layers leave their weights' gradients for later in this context, and add them to ``kept``; None: not."""
-    _modes.append(kept)
+def keeping(tickets: Kept | None) -> Iterator[None]:
+    """Let layers leave their weights' gradients for later in this context, and add them to ``tickets``; None: not."""
+    _modes.append(tickets)
     try:
         yield
     finally:
@@ -148,12 +148,12 @@ def postponed(weight: Tensor, bias: Tensor | None) -> Ticket | None:
 
     The product itself is then to be given detached operands, and its backward to put the computation on the ticket.
     """
-    kept = _modes[-1]
-    if kept is None or not (torch.is_grad_enabled() and weight.requires_grad):
+    tickets = _modes[-1]
+    if tickets is None or not (torch.is_grad_enabled() and weight.requires_grad):
         return None
     ticket = Ticket(is_kept=True)
     token: Tensor = WeightGradient.apply(weight, bias, ticket, None)  # type: ignore[no-untyped-call]
-    kept.append((token, ticket))
+    tickets.append((token, ticket))
     return ticket
 
 
@@ -196,7 +196,7 @@ class WeightGradient(torch.autograd.Function):
         if (due := ticket.take()) is None:
             return None, None, None, None
         weight, bias = due(ctx.needs_input_grad[:2])
-        weight, bias = (None if one is None else one.to(ctx.dtype) for one in (weight, bias))
+        weight, bias = (None if gradient is None else gradient.to(ctx.dtype) for gradient in (weight, bias))
         if then is not None:
             then()
         return weight, bias, None, None
@@ -211,10 +211,10 @@ class Product(torch.autograd.Function):
         transposed: bool, arithmetic: Arithmetic,
     ) -> Tensor:  # fmt: skip
         """Return the layer's output; with a ticket and no ``token`` somebody must run the ticket's node."""
-        y, kept = arithmetic.output(x, weight.t() if transposed else weight, bias)
+        y, saved_tensors = arithmetic.output(x, weight.t() if transposed else weight, bias)
         # Only the weight's gradient reads the input: adapters on frozen layers would keep that of every layer.
         keeps = ctx.needs_input_grad[2] or ticket is not None
-        ctx.save_for_backward(x if keeps else None, weight, *kept)
+        ctx.save_for_backward(x if keeps else None, weight, *saved_tensors)
         ctx.settings = ticket, transposed, arithmetic
         # A view that was made here could not be written to, as activations are by ReLU(inplace=True).
         return y.data if not torch.compiler.is_compiling() and y._is_view() else y
@@ -222,15 +222,15 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of ``x``, and of weight and bias where they are not postponed."""
-        (x, weight, *kept), (ticket, transposed, arithmetic) = ctx.saved_tensors, ctx.settings
+        (x, weight, *saved_tensors), (ticket, transposed, arithmetic) = ctx.saved_tensors, ctx.settings
         received = arithmetic.receive(gradient)
         of_x = None
         if ctx.needs_input_grad[0]:
-            of_x = arithmetic.of_input(received, weight.t() if transposed else weight, kept)
+            of_x = arithmetic.of_input(received, weight.t() if transposed else weight, saved_tensors)
         token = gradient.new_empty(0) if ctx.needs_input_grad[1] else None
 
         def gradients(needs: Sequence[bool]) -> Gradients:
-            of_weight = arithmetic.of_weight(received, x, kept, transposed) if needs[0] else None
+            of_weight = arithmetic.of_weight(received, x, saved_tensors, transposed) if needs[0] else None
             return of_weight, gradient.reshape(-1, gradient.shape[-1]).sum(0) if needs[1] else None
 
         # With create_graph, or called several times, the operands of one call would not be all.

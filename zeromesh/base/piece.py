@@ -38,9 +38,9 @@ class Piece:
         """Set the gradient for the optimizer's step."""
         self.parameter.grad = gradient
 
-    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this piece of a tensor of the whole parameter's shape: 1-D."""
-        return self.held.cut(whole).reshape(-1)[self.start : self.stop]
+        return self.held.cut(tensor).reshape(-1)[self.start : self.stop]
 
     def owned(self, values: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the parts of this piece's ``values`` that count here; other ranks may hold copies."""

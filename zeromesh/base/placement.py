@@ -85,12 +85,12 @@ def offloaded_units(sizes: Sequence[float], row: PlacementRow, accumulates: bool
     the model: while such a unit computes, the host adds another's gradients to their sum.
     """
     budget, rest = (1 - row.offloaded) * sum(sizes), sum(sizes[1:])
-    found, kept, passed = [], 0.0, 0.0
+    offloaded, on_device, passed = [], 0.0, 0.0
     for place, size in enumerate(sizes):
         if place == 1:  # what the root leaves
-            budget, kept = budget - kept, 0.0
+            budget, on_device = budget - on_device, 0.0
         passed += size if place else 0.0
         due = budget * passed / rest if accumulates and place and rest else budget
-        found.append(kept + size > due * (1 + 1e-9))
-        kept += 0.0 if found[-1] else size
-    return found
+        offloaded.append(on_device + size > due * (1 + 1e-9))
+        on_device += 0.0 if offloaded[-1] else size
+    return offloaded

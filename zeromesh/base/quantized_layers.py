@@ -61,14 +61,14 @@ def weight_of(module: nn.Module) -> nn.Parameter | None:
 def states(layer: Any) -> list[torch.Tensor]:
     """Return the tensors beside a weight of bitsandbytes that its values follow from; they are whole on each rank."""
     weight = layer.weight
-    found: list[Any] = []
+    candidates: list[Any] = []
     state = vars(weight).get(FOUR_BIT)
     while state is not None:
-        found += [getattr(state, name, None) for name in _STATES]
+        candidates += [getattr(state, name, None) for name in _STATES]
         state = state.state2
     if EIGHT_BIT in vars(weight):
-        found.append(weight.SCB if weight.SCB is not None else layer.state.SCB)
-    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+        candidates.append(weight.SCB if weight.SCB is not None else layer.state.SCB)
+    return [tensor for tensor in candidates if isinstance(tensor, torch.Tensor)]
 
 
 def fingerprint(layer: Any) -> str:
@@ -113,8 +113,8 @@ def _keep_no_view(layer: Any, args: Any, output: torch.Tensor) -> None:
     node: Any = output.grad_fn
     if node is not None and not hasattr(node, "tensors"):
         node = node.next_functions[0][0]  # the output was converted
-    kept = getattr(node, "tensors", (None, None))[1]
-    if kept is not None and kept.data_ptr() == layer.weight.data_ptr():
+    view = getattr(node, "tensors", (None, None))[1]
+    if view is not None and view.data_ptr() == layer.weight.data_ptr():
         change(node, tensors=_Weight(layer))
 
 
@@ -176,16 +176,16 @@ def is_transposed(layer: Any) -> bool:
 
 def require_frozen(model: nn.Module) -> None:
     """Raise ValueError if a quantized weight is to be trained, or nothing else is."""
-    found = list(layers(model))
-    trained = [path for path, layer in found if layer.weight.requires_grad]
+    quantized = list(layers(model))
+    trained = [path for path, layer in quantized if layer.weight.requires_grad]
     if trained:
         raise ValueError(
             f"{trained[0]}.weight is quantized and has requires_grad: only adapters on such a weight can be trained; "
             "use peft.get_peft_model, which freezes it, or load the model without quantization"
         )
-    if found and not any(parameter.requires_grad for parameter in model.parameters()):
+    if quantized and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
-            f"the model's weights are quantized (layers: {len(found)}) and nothing is trainable; add adapters with "
+            f"the model's weights are quantized (layers: {len(quantized)}) and nothing is trainable; add adapters with "
             "peft.get_peft_model, or load the model without quantization to train all of it"
         )
 

@@ -25,9 +25,9 @@ def drawing_from(state: Sequence[torch.Tensor], device: torch.device) -> Iterato
     """Draw the random numbers that came after ``state`` in this context; after it, as if none had been drawn."""
     before = random_state(device)
     try:
-        for generator, one in zip(_generators(device), state, strict=True):
-            generator.set_rng_state(one)
+        for generator, generator_state in zip(_generators(device), state, strict=True):
+            generator.set_rng_state(generator_state)
         yield
     finally:
-        for generator, one in zip(_generators(device), before, strict=True):
-            generator.set_rng_state(one)
+        for generator, generator_state in zip(_generators(device), before, strict=True):
+            generator.set_rng_state(generator_state)

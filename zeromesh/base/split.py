@@ -64,24 +64,24 @@ class Split:
         """Return the ranks that have the interval ``[start, stop)``, in order; the first of them owns it."""
         return [rank for rank, part in enumerate(self.intervals) if (start, stop) in part]
 
-    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+    def shape(self, whole_shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of a rank's part of a parameter."""
-        return (*whole[: self.dim], self.length, *whole[self.dim + 1 :])
+        return (*whole_shape[: self.dim], self.length, *whole_shape[self.dim + 1 :])
 
     def boxes(self, rank: int) -> list[tuple[int, int, int]]:
         """Return a rank's entries of the dim: (start in its own part, start in the whole, count)."""
-        found, place = [], 0
+        entries, place = [], 0
         for start, stop in self.intervals[rank]:
             if start < stop:
-                found.append((place, start, stop - start))
+                entries.append((place, start, stop - start))
             place += stop - start
-        return found
+        return entries
 
-    def take(self, whole: Tensor, rank: int) -> Tensor:
+    def take(self, parameter: Tensor, rank: int) -> Tensor:
         """Return a rank's part of a whole parameter."""
-        part = whole.new_zeros(self.shape(whole.shape))  # padding is zero
+        part = parameter.new_zeros(self.shape(parameter.shape))  # padding is zero
         for at, start, count in self.boxes(rank):
-            part.narrow(self.dim, at, count).copy_(whole.narrow(self.dim, start, count))
+            part.narrow(self.dim, at, count).copy_(parameter.narrow(self.dim, start, count))
         return part
 
 
@@ -105,17 +105,17 @@ class Held:
         """Shape of the part on this rank."""
         return self.whole if self.split is None else self.split.shape(self.whole)
 
-    def cut(self, whole: Tensor) -> Tensor:
+    def cut(self, tensor: Tensor) -> Tensor:
         """Return this rank's part of a whole tensor of the parameter's shape."""
-        return whole if self.split is None else self.split.take(whole, self.rank)
+        return tensor if self.split is None else self.split.take(tensor, self.rank)
 
-    def place(self, part: Tensor, whole: Tensor) -> None:
+    def place(self, part: Tensor, tensor: Tensor) -> None:
         """Write what is here to where it belongs in a whole tensor."""
         if self.split is None:
-            whole.copy_(part)
+            tensor.copy_(part)
             return
         for at, start, count in self.split.boxes(self.rank):
-            whole.narrow(self.split.dim, start, count).copy_(part.narrow(self.split.dim, at, count))
+            tensor.narrow(self.split.dim, start, count).copy_(part.narrow(self.split.dim, at, count))
 
     def boxes(self, start: int, stop: int) -> Iterator[HeldBox]:
         """Yield boxes of the whole, and what of them lies in elements ``[start, stop)`` of what is here, flattened."""
@@ -132,15 +132,15 @@ class Held:
             # Rows of the box that lie one after the other in what is here.
             together, steps = (rows, 1) if count == shape[dim] else (1, rows)
             length, stride = together * count * width, shape[dim] * width
-            found = []
+            pieces = []
             for row in range(steps):
                 place = row * stride + at * width
                 low, high = max(start, place), min(stop, place + length)
                 if low < high:
-                    found.append((low, high, row * length + low - place))
-            if found:
-                first, elements = found[0][2], sum(high - low for low, high, _ in found)
-                runs = tuple((low, high) for low, high, _ in found)
+                    pieces.append((low, high, row * length + low - place))
+            if pieces:
+                first, elements = pieces[0][2], sum(high - low for low, high, _ in pieces)
+                runs = tuple((low, high) for low, high, _ in pieces)
                 holders = self.split.holders(begin, begin + count)
                 yield HeldBox(offsets, sizes, first, first + elements, runs, holders[0] == self.rank, len(holders))
 
@@ -149,16 +149,16 @@ class Held:
         if self.split is None:
             return source(start, stop)
         dim, shape = self.split.dim, self.shape
-        found = None
+        elements = None
         if dim == 0:
             width = math.prod(shape[1:])
             for at, begin, count in self.split.boxes(self.rank):
                 low, high, shift = max(start, at * width), min(stop, (at + count) * width), (begin - at) * width
                 if low < high:
                     value = source(low + shift, high + shift)
-                    found = value.new_zeros(stop - start) if found is None else found
-                    found[low - start : high - start] = value
-            return source(0, 0).new_zeros(stop - start) if found is None else found
+                    elements = value.new_zeros(stop - start) if elements is None else elements
+                    elements[low - start : high - start] = value
+            return source(0, 0).new_zeros(stop - start) if elements is None else elements
         # Where rows are cut, whole rows are read, some at a time: a read for each piece of a row would take far longer.
         width, whole_width = math.prod(shape[dim:]), math.prod(self.whole[dim:])
         row = Split(1, self.split.size, self.split.length, self.split.intervals)

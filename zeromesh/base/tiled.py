@@ -137,7 +137,7 @@ def tile_linears(model: nn.Module, most_elements: int) -> list[str]:
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             users[id(parameter)] = users.get(id(parameter), 0) + 1
-    found = []
+    tiled_names = []
     for name, module in list(model.named_modules()):
         # A subclass may compute something else, hooks are the module's own, and a shared weight is read by others.
         if not isinstance(module, nn.Linear) or own_computation(module, nn.Linear) or has_hooks(module):
@@ -155,10 +155,10 @@ def tile_linears(model: nn.Module, most_elements: int) -> list[str]:
         in_splits = -(-inputs // most_elements)
         width = -(-inputs // in_splits)
         tiled = TiledLinear.of(module, in_splits, min(outputs, -(-outputs // max(1, most_elements // width))))
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, tiled)
-        found.append(name)
-    return found
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, tiled)
+        tiled_names.append(name)
+    return tiled_names
 
 
 def join_tiles(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -171,18 +171,18 @@ def join_tiles(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             joined[name] = value
             continue
         layer, row, column, kind = match.groups()
-        whole = layer + kind
-        joined.setdefault(whole, value)  # which keeps the place in the order
-        parts.setdefault(whole, {})[int(row), int(column)] = value
-    for whole, tiles in parts.items():
+        whole_name = layer + kind
+        joined.setdefault(whole_name, value)  # which keeps the place in the order
+        parts.setdefault(whole_name, {})[int(row), int(column)] = value
+    for whole_name, tiles in parts.items():
         rows = sorted({row for row, _ in tiles})
-        joined[whole] = torch.cat([_row(tiles, row) for row in rows])
+        joined[whole_name] = torch.cat([_row(tiles, row) for row in rows])
     return joined
 
 
 def _row(tiles: Mapping[tuple[int, int], Tensor], row: int) -> Tensor:
-    found = [tiles[key] for key in sorted(tiles) if key[0] == row]
-    return found[0] if len(found) == 1 else torch.cat(found, 1)
+    row_tiles = [tiles[key] for key in sorted(tiles) if key[0] == row]
+    return row_tiles[0] if len(row_tiles) == 1 else torch.cat(row_tiles, 1)
 
 
 def _sizes(size: int, parts: int) -> Sequence[int]:

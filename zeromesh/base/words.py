@@ -59,10 +59,10 @@ def some(items: Iterable[str], what: str = "", separator: str = ", ", most: int 
     return separator.join(shown[:most] + more)
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
+def nearest(word: str, vocabulary: Iterable[str]) -> str | None:
     """Return the known word that ``word`` was most likely meant to be, or None; letter case does not matter."""
     by_lower: dict[str, str] = {}
-    for candidate in known:
+    for candidate in vocabulary:
         by_lower.setdefault(candidate.lower(), candidate)
     # The same parts in another order are far apart as letters: comm_overlap for overlap_comm.
     parts = sorted(word.lower().split("_"))

@@ -55,10 +55,10 @@ class _Cpu:
         return out, lse
 
     def gradients(self, block: AttentionBlock, gradient: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        found: Gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        result: Gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, block.q, block.k, block.v, out, lse, 0.0, block.causal, scale=block.scale
         )
-        return found
+        return result
 
 
 class _Flash:
@@ -73,11 +73,11 @@ class _Flash:
     def gradients(self, block: AttentionBlock, gradient: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         q, k, v = block.q, block.k, block.v
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the random state: nothing is dropped out
-        found: Gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        result: Gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             gradient, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, block.causal, unused,
             unused[:0], scale=block.scale,
         )  # fmt: skip
-        return found
+        return result
 
 
 class _Efficient:

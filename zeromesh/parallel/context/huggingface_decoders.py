@@ -89,7 +89,7 @@ def require(model: Any) -> None:
         if isinstance(value := getattr(config, option, 0.0), int | float) and value > 0:
             raise refuse(name, f"{option} is {value:g}, which ranks would have to draw alike", f"set {option} to 0")
     rope = getattr(config, "rope_parameters", None) or {}
-    for settings in (rope, *(one for one in rope.values() if isinstance(one, dict))):
+    for settings in (rope, *(entry for entry in rope.values() if isinstance(entry, dict))):
         if settings.get("rope_type") in _FROM_LONGEST:
             reason = f"the frequencies of its rotary positions ({settings['rope_type']}) follow the longest position "
             raise refuse(name, f"{reason}that a rank has", "take another rope_type, or set mesh.context to 1")
@@ -184,11 +184,11 @@ class _Parts:
     ) -> tuple[Tensor, None]:  # fmt: skip
         """Attention function in the signature of transformers."""
         if not self._applied.active:
-            found: tuple[Tensor, None] = self._sdpa(
+            output: tuple[Tensor, None] = self._sdpa(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
                 **extras,
             )  # fmt: skip
-            return found
+            return output
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if attention_mask is not None or not causal or dropout > 0 or query.shape[2] != key.shape[2]:
             require_plain(self._name(module), query, key, attention_mask, dropout, causal)
@@ -199,7 +199,7 @@ class _Parts:
 
     def _name(self, module: nn.Module) -> str:
         model = self._model()
-        paths = [] if model is None else [path for path, one in model.named_modules() if one is module]
+        paths = [] if model is None else [path for path, submodule in model.named_modules() if submodule is module]
         return f"{paths[0] if paths else 'a module'} ({type(module).__name__})"
 
     def mask(self, *args: Any, **kwargs: Any) -> Any:

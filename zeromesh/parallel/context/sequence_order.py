@@ -17,12 +17,12 @@ def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
 def require_length(length: int, ranks: int) -> None:
     """Raise ValueError if a sequence of this many tokens cannot be cut."""
     count = 2 * ranks
-    whole, rest = divmod(length, count)
-    if rest or not whole:
-        works = [n for n in (whole * count, (whole + 1) * count) if n]
+    chunk_length, rest = divmod(length, count)
+    if rest or not chunk_length:
+        works = [n for n in (chunk_length * count, (chunk_length + 1) * count) if n]
         raise ValueError(
             f"a sequence has {length} tokens, which cannot be cut into 2 x {ranks} context-parallel ranks = {count} "
-            f"equal chunks ({length} = {whole} x {count} + {rest}); the nearest lengths that work are "
+            f"equal chunks ({length} = {chunk_length} x {count} + {rest}); the nearest lengths that work are "
             f"{' and '.join(map(str, works))}: pad it, or change its length or the number of ranks that share it"
         )
 

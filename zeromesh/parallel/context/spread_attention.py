@@ -69,12 +69,12 @@ def _to_heads(parts: list[Tensor], group: Group, tag: int) -> list[Tensor]:
     ranks = group.size
     rows = [x.unflatten(1, (ranks, -1)).movedim(1, 0) for x in parts]
     swapped = _swap(torch.cat([x.flatten(1) for x in rows], 1), group, tag)
-    found = []
+    outputs = []
     for x, y in zip(rows, swapped.split([math.prod(x.shape[1:]) for x in rows], 1), strict=True):
         # (ranks, batch, heads, their two chunks, tokens, width) to the chunks in the order of the sequence
         y = y.view(x.shape).unflatten(3, (2, -1)).permute(1, 2, 0, 3, 4, 5).flatten(2, 3)
-        found.append(y.index_select(2, torch.tensor(gathered_order(ranks), device=y.device).argsort()).flatten(2, 3))
-    return found
+        outputs.append(y.index_select(2, torch.tensor(gathered_order(ranks), device=y.device).argsort()).flatten(2, 3))
+    return outputs
 
 
 def _to_sequence(x: Tensor, group: Group, tag: int) -> Tensor:
@@ -85,8 +85,8 @@ def _to_sequence(x: Tensor, group: Group, tag: int) -> Tensor:
     rows = chunks.index_select(2, order).unflatten(2, (ranks, 2)).movedim(2, 0)
     swapped = _swap(rows.flatten(1), group, tag).view(rows.shape)
     # (ranks, batch, heads, chunks, tokens, width) to (batch, all heads, sequence, width)
-    whole: Tensor = swapped.movedim(0, 1).flatten(1, 2).flatten(2, 3)
-    return whole
+    part: Tensor = swapped.movedim(0, 1).flatten(1, 2).flatten(2, 3)
+    return part
 
 
 def _swap(rows: Tensor, group: Group, tag: int) -> Tensor:
@@ -100,13 +100,13 @@ class _Swap(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, group: Group, tag: int) -> Tensor:
         ctx.settings = (group, tag)
         rows = rows.contiguous()
-        found = torch.empty_like(rows)
+        received = torch.empty_like(rows)
         others = [(group.rank + distance) % group.size for distance in range(1, group.size)]
-        sends, receives = {peer: rows[peer] for peer in others}, {peer: found[peer] for peer in reversed(others)}
+        sends, receives = {peer: rows[peer] for peer in others}, {peer: received[peer] for peer in reversed(others)}
         swapping = group.send_and_receive(sends, receives, tag, "all_to_all")
-        found[group.rank].copy_(rows[group.rank])
+        received[group.rank].copy_(rows[group.rank])
         swapping.wait()
-        return found
+        return received
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -131,9 +131,9 @@ class _Ring(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Group, tag: int, scale: float) -> Tensor:
         # Results of many blocks are added up: in 16 bits their errors would, too.
         wide = torch.promote_types(q.dtype, torch.float32)
-        own = torch.cat([k.reshape(-1), v.reshape(-1)])
+        packed = torch.cat([k.reshape(-1), v.reshape(-1)])
         out, lse = q.new_empty(0), q.new_empty(0)
-        for source, present in _around(own, group, tag):
+        for source, present in _around(packed, group, tag):
             rows, columns, causal = needed(group.rank, source, q.shape[2])
             keys, values = (x[:, :, columns] for x in _unpack(present, k.shape, v.shape))
             part, its = blocks.attend(AttentionBlock(q[:, :, rows], keys, values, causal, scale))
@@ -146,7 +146,7 @@ class _Ring(torch.autograd.Function):
                 mine.lerp_(part.to(wide), torch.sigmoid(its - before).unsqueeze(-1))
                 before.copy_(torch.logaddexp(before, its))
         result = out.to(q.dtype)
-        ctx.save_for_backward(q, own, result, lse)
+        ctx.save_for_backward(q, packed, result, lse)
         ctx.settings = (k.shape, v.shape, group, tag, scale)
         return result
 
@@ -157,33 +157,33 @@ class _Ring(torch.autograd.Function):
                 "ring attention can be differentiated once only, but a graph of its gradients is to be made "
                 "(create_graph=True): use the strategy ulysses, which can be differentiated more often"
             )
-        q, own, out, lse = ctx.saved_tensors
+        q, packed, out, lse = ctx.saved_tensors
         key_shape, value_shape, group, tag, scale = ctx.settings
         wide = torch.promote_types(q.dtype, torch.float32)
         dq = torch.zeros_like(q, dtype=wide)
-        kept, travelling = (torch.zeros_like(own, dtype=wide) for _ in range(2))
+        own_gradients, travelling = (torch.zeros_like(packed, dtype=wide) for _ in range(2))
         ahead, behind = (group.rank + 1) % group.size, (group.rank - 1) % group.size
         # The gradients of keys and values travel with them, one step behind: what the ranks before this one found for
         # the present keys arrives while this one's share is computed.
         arriving, landing = None, travelling
-        for source, present in _around(own, group, tag):
+        for source, present in _around(packed, group, tag):
             rows, columns, causal = needed(group.rank, source, q.shape[2])
             keys, values = (x[:, :, columns] for x in _unpack(present, key_shape, value_shape))
             block = AttentionBlock(q[:, :, rows], keys, values, causal, scale)
-            found = blocks.gradients(block, gradient[:, :, rows], out[:, :, rows], lse[:, :, rows])
-            dq[:, :, rows] += found[0]
+            gradients = blocks.gradients(block, gradient[:, :, rows], out[:, :, rows], lse[:, :, rows])
+            dq[:, :, rows] += gradients[0]
             if arriving is not None:
                 arriving.wait()
-            total = kept if source == group.rank else landing
-            for x, more in zip(_unpack(total, key_shape, value_shape), found[1:], strict=True):
+            total = own_gradients if source == group.rank else landing
+            for x, more in zip(_unpack(total, key_shape, value_shape), gradients[1:], strict=True):
                 x[:, :, columns] += more
             if source != group.rank:
                 landing = torch.empty_like(total)
                 arriving = group.send_and_receive({ahead: total}, {behind: landing}, tag + 1, "ring gradients")
         assert arriving is not None
         arriving.wait()
-        kept += landing  # what all others found for this rank's keys
-        dk, dv = _unpack(kept.to(q.dtype), key_shape, value_shape)
+        own_gradients += landing  # what all others found for this rank's keys
+        dk, dv = _unpack(own_gradients.to(q.dtype), key_shape, value_shape)
         return dq.to(q.dtype), dk, dv, None, None, None
 
 
@@ -197,12 +197,12 @@ def needed(rank: int, source: int, length: int) -> tuple[slice, slice, bool]:
     return slice(half, None), slice(None), False
 
 
-def _around(own: Tensor, group: Group, tag: int) -> Iterator[tuple[int, Tensor]]:
+def _around(packed: Tensor, group: Group, tag: int) -> Iterator[tuple[int, Tensor]]:
     """Yield each rank and its buffer, this rank's first; the next one travels while one is used."""
     ahead, behind = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    present = own
+    present = packed
     for step in range(group.size - 1):
-        coming = torch.empty_like(own)
+        coming = torch.empty_like(packed)
         travel = group.send_and_receive({ahead: present}, {behind: coming}, tag, "ring")
         yield (group.rank - step) % group.size, present
         travel.wait()

@@ -63,17 +63,17 @@ def split(
     parts[positions] = where
     if labels is not None:
         parts["labels"] = labels
-    known = {*TOKENS, *LABELS, positions}
+    names = {*TOKENS, *LABELS, positions}
     for name, value in parts.items():
-        if isinstance(value, Tensor) and value.ndim and name not in known:
+        if isinstance(value, Tensor) and value.ndim and name not in names:
             raise ValueError(
                 f"the batch has a tensor {name} of shape {tuple(value.shape)}, and it is not known how a sequence in "
                 f"it is cut over context-parallel ranks; known are {', '.join((*TOKENS, *LABELS, *POSITIONS))}, and "
                 "attention_mask: leave it out, or set mesh.context to 1"
             )
-        if name in known and value.shape[1] != length:
+        if name in names and value.shape[1] != length:
             raise ValueError(f"{name} has shape {tuple(value.shape)}, but its sequences should have {length} tokens")
-    return {name: keep(value, group.rank, group.size, 1) if name in known else value for name, value in parts.items()}
+    return {name: keep(value, group.rank, group.size, 1) if name in names else value for name, value in parts.items()}
 
 
 def _require_causal_mask(mask: Tensor, labels: Tensor | None, shape: tuple[int, int]) -> None:

@@ -38,7 +38,7 @@ def apply(
         return applied
     # To import transformers takes seconds, and a model of it cannot be there without.
     utils = sys.modules.get("transformers.modeling_utils")
-    models = [one for one in model.modules() if utils is not None and isinstance(one, utils.PreTrainedModel)]
+    models = [module for module in model.modules() if utils is not None and isinstance(module, utils.PreTrainedModel)]
     if models:
         huggingface.install(models[0], applied, unchecked)
     else:

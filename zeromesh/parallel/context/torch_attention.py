@@ -31,7 +31,7 @@ def install(model: nn.Module, applied: SpreadSequences, unchecked: Sequence[str]
     """Change a model so that its sequences are spread over ranks. Raise Unsupported if it cannot."""
     name = type(model).__name__
     parameters = parameters_of(type(model))
-    positions = next((one for one in batch.POSITIONS if one in parameters), None)
+    positions = next((candidate for candidate in batch.POSITIONS if candidate in parameters), None)
     if positions is None:
         raise refuse(
             name,
@@ -108,16 +108,16 @@ def require_apart(name: str, check: TokenCheck, part: dict[str, Any], applied: S
     """Raise Unsupported if the model's code mixes tokens outside of attention; see ``TokenCheck.begin``."""
 
     def call(model: nn.Module, run: Any) -> None:
-        given = dict(part)
+        arguments = dict(part)
         for key, value in check.without_memory(part).items():
             if isinstance(value, Tensor):
-                given[key] = value
+                arguments[key] = value
             if isinstance(value, Tensor) and value.ndim:
                 length = value.shape[1]
-                own = run.spread(value, 1, length * applied.group.size, length)
-                given[key] = run.unsplit(own).as_subclass(OfLabels) if key in batch.LABELS else own
+                own_part = run.spread(value, 1, length * applied.group.size, length)
+                arguments[key] = run.unsplit(own_part).as_subclass(OfLabels) if key in batch.LABELS else own_part
         with applied.without_messages():
-            model(**given)
+            model(**arguments)
 
     with _refused(name):
         check.begin(part, call)

@@ -61,7 +61,7 @@ def derive(
     """
     modules = dict(model.named_modules())
     # A model of transformers that has a plan of its own is split by it. What that leaves out is found as for others.
-    own = published(model)
+    published_plan = published(model)
     plan: dict[str, PlanRule] = {}
     notes: list[str] = []
     config = getattr(model, "config", None)
@@ -73,21 +73,23 @@ def derive(
             region = {}
         elif not all(is_as_written(modules[path.rpartition(".")[0]]) for path in region if is_known(module)):
             region = gathered(region, modules)
-        said = {path: own[path] for path in region if path in own}
+        said = {path: published_plan[path] for path in region if path in published_plan}
         # The published plan gathers the outputs of fused layers, whose parts it does not know; where they are known
         # here, they are split together.
         gathers = all(rule.style in GATHERING for rule in said.values())
         if said and gathers and any(rule.sections for rule in region.values()):
-            own = {path: rule for path, rule in own.items() if path not in region}
+            published_plan = {path: rule for path, rule in published_plan.items() if path not in region}
         elif said:
-            own = own if gathers else completed(name, module, own, region)
+            published_plan = published_plan if gathers else completed(name, module, published_plan, region)
             continue
         plan |= {path: rule for path, rule in region.items() if path not in plan}
-        if is_known(module) and not any(f"{name}.{key}" in own for key, _ in module.named_parameters(recurse=False)):
+        if is_known(module) and not any(
+            f"{name}.{key}" in published_plan for key, _ in module.named_parameters(recurse=False)
+        ):
             plan |= dict(_experts(name, module)) | dict(_stacked_experts(name, module, ranks))
             plan |= dict(_layers_of_experts(name, module, ranks))
-    plan |= own | _vocabulary(model, modules)
-    whole = []
+    plan |= published_plan | _vocabulary(model, modules)
+    unsplit_lines = []
     unknown: dict[str, bool] = {}  # layers to be traced, and whether they are split though that gathers what they give
     for name, module in modules.items():
         fits = isinstance(module, nn.EmbeddingBag) and module.max_norm is None and module.embedding_dim % ranks == 0
@@ -97,17 +99,17 @@ def derive(
         trusted = _in_block(name) and is_known(around)
         # A layer with few outputs, such as a head over some classes, is not worth gathering.
         large = kind_of(module) == "linear" and 4 * outputs_of(module) >= inputs_of(module)
-        known = is_known(around)
+        around_known = is_known(around)
         adapter = any(hasattr(modules[outer], "base_layer") for outer in _outer(name))
         alone = plan.get(name) in (None, *_BY_ITSELF)
         if name and kind_of(base_of(module)) == "linear" and alone and not (adapter or _reads_weights(around)):
             # In known classes, what is outside of blocks is small, and what names leave whole is not worth gathering.
-            unknown |= {name: name in plan or (large and not known)} if trusted or not known else {}
+            unknown |= {name: name in plan or (large and not around_known)} if trusted or not around_known else {}
         if name not in plan and large and not trusted and not adapter and not _reads_weights(around):
             plan[name] = PlanRule("colwise_gather_output")
         inside = kind_of(modules[parent]) == "attention" and parent in plan
         if kind_of(module) == "linear" and name not in plan and _in_block(name) and not inside:
-            whole.append(f"{pattern_of(name)} ({type(module).__name__}) stays whole on all ranks")
+            unsplit_lines.append(f"{pattern_of(name)} ({type(module).__name__}) stays whole on all ranks")
     # A model's own code may read the weight of its embedding or its head, too, as where the two are one.
     cut = [name for name in plan.keys() & modules.keys() - unknown.keys() if STYLES[plan[name].style].cut]
     users = {name: _around(name, modules) for name in cut}
@@ -120,8 +122,8 @@ def derive(
             traced |= {name: plan[name] for name, rule in traced.items() if rule in _BY_ITSELF and name in plan}
             plan = {name: rule for name, rule in plan.items() if name not in unknown} | traced
         notes += more if traced is not None or any(unknown.values()) else []
-        whole = [line for line in whole if line.partition(" ")[0] not in map(pattern_of, traced or ())]
-    return _patterns(_without_shared(plan, modules), model), list(dict.fromkeys([*notes, *whole]))
+        unsplit_lines = [line for line in unsplit_lines if line.partition(" ")[0] not in map(pattern_of, traced or ())]
+    return _patterns(_without_shared(plan, modules), model), list(dict.fromkeys([*notes, *unsplit_lines]))
 
 
 def _without_shared(plan: Plan, modules: Mapping[str, nn.Module]) -> dict[str, PlanRule]:
@@ -132,8 +134,8 @@ def _without_shared(plan: Plan, modules: Mapping[str, nn.Module]) -> dict[str, P
         for name, module in modules.items()
     }
     cutting = {name for name, rule in plan.items() if STYLES[rule.style].cut is not None}
-    whole = {one for name in modules.keys() - cutting if not cutting & {*_outer(name)} for one in weights[name]}
-    shared = {name for name in cutting & modules.keys() if whole & weights[name]}
+    whole_ids = {key for name in modules.keys() - cutting if not cutting & {*_outer(name)} for key in weights[name]}
+    shared = {name for name in cutting & modules.keys() if whole_ids & weights[name]}
     rest = {name: rule for name, rule in plan.items() if name not in shared}
     return _without_shared(rest, modules) if shared else rest
 
@@ -156,9 +158,11 @@ def _torch_layers(name: str, module: nn.Module, ranks: int) -> dict[str, PlanRul
     if not any(computes_as(module, kind) for kind in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
         return {}
     between = [module.activation, module.dropout]
-    known = all(one in (relu, gelu) or (isinstance(one, nn.Module) and _is_elementwise(one)) for one in between)
+    elementwise = all(
+        step in (relu, gelu) or (isinstance(step, nn.Module) and _is_elementwise(step)) for step in between
+    )
     layers = {f"{name}.linear{n}": getattr(module, f"linear{n}") for n in (1, 2)}
-    styles = LOCAL[::2] if known and not any(map(has_hooks, layers.values())) else GATHERING
+    styles = LOCAL[::2] if elementwise and not any(map(has_hooks, layers.values())) else GATHERING
     linear = all(kind_of(layer) == "linear" for layer in layers.values())
     return {path: PlanRule(style) for path, style in zip(layers, styles, strict=True)} if linear else {}
 
@@ -170,20 +174,20 @@ def _patterns(plan: Plan, model: nn.Module) -> dict[str, PlanRule]:
     for name, _ in (*model.named_modules(), *model.named_parameters()):
         container, dot, child = name.rpartition(".")
         alike.setdefault(f"{pattern_of(container)}{dot}{child}", []).append(name)
-    found: dict[str, PlanRule] = {}
+    merged_plan: dict[str, PlanRule] = {}
     for pattern, members in alike.items():
         rules = {name: plan[name] for name in members if name in plan}
-        one = len(rules) == len(members) and len(set(rules.values())) == 1
-        found |= {pattern: rules[members[0]]} if one else rules
-    return found
+        one_rule = len(rules) == len(members) and len(set(rules.values())) == 1
+        merged_plan |= {pattern: rules[members[0]]} if one_rule else rules
+    return merged_plan
 
 
 def _experts(name: str, module: nn.Module) -> Rules:
     """Yield rules for the stacked weights of experts, in the layout of ``use_experts_implementation``."""
     shapes = {key: tuple(p.shape) for key, p in module.named_parameters(recurse=False)}
     up = next((key for key in ("gate_up_proj", "up_proj") if key in shapes), None)
-    known = {key for key in (up, "down_proj", f"{up}_bias", "down_proj_bias")}
-    if not hasattr(module, "is_transposed") or up is None or "down_proj" not in shapes or shapes.keys() - known:
+    keys = {key for key in (up, "down_proj", f"{up}_bias", "down_proj_bias")}
+    if not hasattr(module, "is_transposed") or up is None or "down_proj" not in shapes or shapes.keys() - keys:
         return
     transposed, fused = module.is_transposed, up == "gate_up_proj"
     packed = "packed_" if fused and getattr(module, "is_concatenated", True) else ""
@@ -282,8 +286,8 @@ def _latent(path: str, module: nn.Module, columns: Mapping[str, nn.Module], row:
             rules[path + child] = PlanRule("mla_kv_a_proj")
         elif child in ("q_proj", "q_b_proj", "kv_b_proj", "g_proj") and size % heads.queries == 0:
             rules[path + child] = PlanRule("colwise", block=size // heads.queries)
-    known = {*columns, row.removeprefix(path), "q_a_layernorm", "kv_a_layernorm"}
-    others = [child for child, m in module.named_children() if child not in known and any(True for _ in m.parameters())]
+    names = {*columns, row.removeprefix(path), "q_a_layernorm", "kv_a_layernorm"}
+    others = [child for child, m in module.named_children() if child not in names and any(True for _ in m.parameters())]
     known_all = columns.keys() - {"q_a_proj"} == {child.removeprefix(path) for child in rules}
     narrow = any(rule.style == "mla_kv_a_proj" for rule in rules.values())
     if others or not known_all or not narrow or next(module.parameters(recurse=False), None) is not None:
@@ -307,7 +311,7 @@ def _attention(path: str, module: nn.Module, columns: Mapping[str, nn.Module], r
         elif is_fused and size == q + 2 * k:
             rules[path + child] = PlanRule("packed_colwise", (q, k, k), heads.width)
     rules[row] = PlanRule("rowwise", block=heads.width)
-    whole = len(rules) == len(columns) + 1
+    is_complete = len(rules) == len(columns) + 1
     for child, other in module.named_children():
         sizes = {tuple(p.shape) for p in other.parameters()}
         if path + child in rules or not sizes:
@@ -317,13 +321,13 @@ def _attention(path: str, module: nn.Module, columns: Mapping[str, nn.Module], r
         elif sizes == {(heads.width,)}:
             rules[path + child] = PlanRule("replicated_with_grad_allreduce")
         else:
-            whole = False
+            is_complete = False
     for child, parameter in module.named_parameters(recurse=False):
         if tuple(parameter.shape) == (heads.queries,):
             rules[path + child] = PlanRule("colwise")
         else:
-            whole = False
-    yield from rules.items() if whole else _each(path, columns, row)
+            is_complete = False
+    yield from rules.items() if is_complete else _each(path, columns, row)
 
 
 def _mlp(path: str, module: nn.Module, columns: Mapping[str, nn.Module], row: str, last: nn.Module) -> Rules:
@@ -380,11 +384,13 @@ def _vocabulary(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str,
     """Return rules for the embedding of tokens, wherever it is, and for the head over the same entries."""
     outside = {name: m for name, m in modules.items() if not _in_block(name)}
     tables = {name: m for name, m in outside.items() if isinstance(m, nn.Embedding) and _has_plain_rows(m)}
-    known = [m for m in (_ask(model, "get_input_embeddings"),) if isinstance(m, nn.Embedding) and _has_plain_rows(m)]
-    known = known or sorted(tables.values(), key=lambda m: -m.num_embeddings)[:1]
-    if not known:
+    embeddings = [
+        m for m in (_ask(model, "get_input_embeddings"),) if isinstance(m, nn.Embedding) and _has_plain_rows(m)
+    ]
+    embeddings = embeddings or sorted(tables.values(), key=lambda m: -m.num_embeddings)[:1]
+    if not embeddings:
         return {}
-    weights, size = {id(m.weight) for m in known}, max(m.num_embeddings for m in known)
+    weights, size = {id(m.weight) for m in embeddings}, max(m.num_embeddings for m in embeddings)
     plan = {name: PlanRule("embedding_rowwise") for name, m in tables.items() if id(m.weight) in weights}
     # What an embedding does with the rows, a norm for instance, each rank does with its own.
     plan |= {

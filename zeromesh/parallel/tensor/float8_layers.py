@@ -54,8 +54,8 @@ def use_float8(
     layers = {name: module for name, module in model.named_modules() if _is_linear(module)}
     reasons = {name: _reason(name, module, skip, unread) for name, module in layers.items()}
     # Ranks may have parts of different sizes, and all of a group compute in the same arithmetic.
-    kept = torch.tensor([float(bool(reason)) for reason in reasons.values()])
-    agreed = group.exchange(kept).amax(0) if len(kept) else kept
+    keep_flags = torch.tensor([float(bool(reason)) for reason in reasons.values()])
+    agreed = group.exchange(keep_flags).amax(0) if len(keep_flags) else keep_flags
     chosen, arithmetics = [], _arithmetics(rowwise, native, group)
     for (name, module), keeps in zip(layers.items(), agreed, strict=True):
         if keeps:
@@ -104,8 +104,8 @@ def check_layers(model: nn.Module, skip: Sequence[str], dtype: torch.dtype | Non
 
 
 def _refuse(reasons: Mapping[str, str]) -> NoReturn:
-    found = _few([f"{name}: {reason}" for name, reason in reasons.items()], "; ") or "it has no linear layers"
-    raise ValueError(f"float8 is enabled, but no layer of the model can compute in it ({found}); leave it out")
+    listing = _few([f"{name}: {reason}" for name, reason in reasons.items()], "; ") or "it has no linear layers"
+    raise ValueError(f"float8 is enabled, but no layer of the model can compute in it ({listing}); leave it out")
 
 
 def _few(texts: Sequence[str], between: str = ", ", most: int = 8) -> str:
@@ -119,8 +119,8 @@ def gathered_weights(model: nn.Module, skip: Sequence[str], heads: Collection[st
     unread = set(heads) | _unread(model, None)
     readers: dict[int, list[str]] = {}
     for name, module in model.named_modules():
-        for own in module._parameters.values():
-            readers.setdefault(id(own), []).append(name)
+        for parameter in module._parameters.values():
+            readers.setdefault(id(parameter), []).append(name)
     layers = {name: module for name, module in model.named_modules() if _is_linear(module)}
     chosen = {name: module for name, module in layers.items() if not _reason(name, module, skip, unread)}
     return {f"{name}.weight" for name, module in chosen.items() if readers[id(module.weight)] == [name]}
@@ -142,10 +142,10 @@ def _is_linear(module: Any) -> bool:
 def _unread(model: nn.Module, split: SplitPlan | None) -> set[str]:
     """Return the names of layers whose weights are read by others that do not call them."""
     attentions = [name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
-    found = {f"{name}.out_proj" for name in attentions}
+    names = {f"{name}.out_proj" for name in attentions}
     if split is not None:
-        found |= {member.name for member in split.members if member.style.after == "logits"}
-    return found
+        names |= {member.name for member in split.members if member.style.after == "logits"}
+    return names
 
 
 def _reason(

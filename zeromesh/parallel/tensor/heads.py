@@ -72,14 +72,14 @@ def take_part(module: nn.Module, heads: Heads, ranks: int) -> None:
         (KEY_TOTALS, heads.keys * heads.width, keys * heads.width),
         (GROUPS, heads.queries // heads.keys, queries // keys),
     ]
-    for names, whole, part in changes:
+    for names, total, part in changes:
         for name in names:
-            if vars(module).get(name) == whole:
+            if vars(module).get(name) == total:
                 setattr(module, name, part)
     if hasattr(module, "config"):
         # Its forward may read the numbers of heads there, and other modules share the configuration: this one gets a
         # view of it.
-        counts = {name: part for names, whole, part in changes[:2] for name in names}
+        counts = {name: part for names, total, part in changes[:2] for name in names}
         module.config = _Config(module.config, counts)  # type: ignore[assignment]
 
 
@@ -97,8 +97,8 @@ class _Config:
         self._config, self._counts = config, counts
 
     def __getattr__(self, name: str) -> Any:
-        own = vars(self)
-        if "_config" not in own:  # it is being copied
+        attributes = vars(self)
+        if "_config" not in attributes:  # it is being copied
             raise AttributeError(name)
-        value = getattr(own["_config"], name)
-        return own["_counts"].get(name, value)
+        value = getattr(attributes["_config"], name)
+        return attributes["_counts"].get(name, value)

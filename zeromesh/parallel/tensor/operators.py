@@ -70,9 +70,9 @@ def _keep(x: Tensor, group: Group, tag: int, dim: int) -> Tensor:
 def _gather(x: Tensor, group: Group, tag: int, dim: int) -> Tensor:
     parts = x.new_empty(group.size, *x.shape)
     group.all_gather(parts.view(-1), x.contiguous().view(-1), tag).wait()
-    whole: Tensor = parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+    gathered: Tensor = parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()
     # A view that was made here could not be written to.
-    return whole.data if whole._is_view() else whole
+    return gathered.data if gathered._is_view() else gathered
 
 
 def scatter(x: Tensor, group: Group, tag: int, dim: int) -> tuple[Tensor, Pending]:

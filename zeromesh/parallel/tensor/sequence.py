@@ -30,8 +30,8 @@ class Stack:
 
     def part(self, blocks: Collection[str]) -> Stack:
         """Return the stack of some blocks: each stage of a pipeline spreads and joins the sequence by itself."""
-        whole = [name for name in self.whole if any(_is_in(name, block) for block in blocks)]
-        return Stack(self.name, tuple(block for block in self.blocks if block in blocks), tuple(whole))
+        whole_names = [name for name in self.whole if any(_is_in(name, block) for block in blocks)]
+        return Stack(self.name, tuple(block for block in self.blocks if block in blocks), tuple(whole_names))
 
     def spreads(self, name: str) -> bool:
         """Return whether a module inside works on parts of the sequence, or reads one."""
@@ -50,8 +50,8 @@ def find_stacks(model: nn.Module, resolved: SplitPlan) -> list[Stack]:
         blocks = {f"{name}.{child}": block for child, block in module.named_children()}
         split = all(path not in names and _has_members(path, resolved) for path in blocks)
         if blocks and split:
-            whole = [other for path, block in blocks.items() for other in _whole(path, block, resolved, True)]
-            stacks.append(Stack(name, tuple(blocks), tuple(whole)))
+            whole_names = [other for path, block in blocks.items() for other in _whole(path, block, resolved, True)]
+            stacks.append(Stack(name, tuple(blocks), tuple(whole_names)))
     if not stacks:
         raise ValueError(
             "tensor_parallel.sequence is true, but the model has no list of blocks that are all split; leave it out, "
@@ -77,10 +77,10 @@ def _whole(name: str, module: nn.Module, resolved: SplitPlan, is_block: bool) ->
         return
     direct = [member for member in resolved.members if member.name.rpartition(".")[0] == name]
     children = {f"{name}.{child}": m for child, m in module.named_children()}
-    kept = {path: m for path, m in children.items() if not _has_members(path, resolved)}
+    unsplit = {path: m for path, m in children.items() if not _has_members(path, resolved)}
     # Norms are of each token alone, and so can be of a part of the sequence.
-    norms = {path for path, m in kept.items() if any("norm" in kind.__name__.lower() for kind in type(m).__mro__)}
-    odd = [path for path, m in kept.items() if next(m.parameters(), None) is not None and path not in norms]
+    norms = {path for path, m in unsplit.items() if any("norm" in kind.__name__.lower() for kind in type(m).__mro__)}
+    odd = [path for path, m in unsplit.items() if next(m.parameters(), None) is not None and path not in norms]
     apart = any(
         m.kind == "module" or m.style.after not in (None, "leave") or m.style.before in ("split", "part")
         for m in direct
@@ -102,9 +102,9 @@ def _whole(name: str, module: nn.Module, resolved: SplitPlan, is_block: bool) ->
 
 def _is_local(parameter: nn.Parameter, resolved: SplitPlan) -> bool:
     """Return whether each rank uses it for its own heads only, or it is added after the sum."""
-    held = resolved.of_parameter.get(id(parameter))
+    part = resolved.of_parameter.get(id(parameter))
     added = any(parameter is getattr(m.module, "bias", None) and m.style.cut == "inputs" for m in resolved.members)
-    return added or (held is not None and (held.split is not None or held.partial))
+    return added or (part is not None and (part.split is not None or part.partial))
 
 
 def _share_gradients(model: nn.Module, stacks: Sequence[Stack], resolved: SplitPlan) -> None:
@@ -113,17 +113,17 @@ def _share_gradients(model: nn.Module, stacks: Sequence[Stack], resolved: SplitP
     inside: dict[int, str] = {}
     outside: dict[int, str] = {}
     for path, module in model.named_modules():
-        found = inside if any(stack.spreads(path) for stack in stacks) else outside
-        found |= {id(parameter): path for parameter in module.parameters(recurse=False)}
-    one = next(iter(resolved.held.values()))
+        paths = inside if any(stack.spreads(path) for stack in stacks) else outside
+        paths |= {id(parameter): path for parameter in module.parameters(recurse=False)}
+    first = next(iter(resolved.held.values()))
     parameters = {id(parameter): parameter for parameter in model.parameters()}
     for key in inside:
-        held = resolved.of_parameter.get(key) or Held(tuple(parameters[key].shape), None, one.rank, one.ranks)
-        if held.split is not None:
+        part = resolved.of_parameter.get(key) or Held(tuple(parameters[key].shape), None, first.rank, first.ranks)
+        if part.split is not None:
             continue
         if key in outside:
             raise ValueError(
                 f"{names[key]} is used by {inside[key]} on parts of the sequence and by {outside[key]} on all of it; "
                 + "set tensor_parallel.sequence to false"
             )
-        resolved.of_parameter[key] = resolved.held[names[key]] = replace(held, partial=True)
+        resolved.of_parameter[key] = resolved.held[names[key]] = replace(part, partial=True)

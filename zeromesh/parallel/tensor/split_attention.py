@@ -61,9 +61,9 @@ class SplitAttention:
             # With a mask of nothing but later keys, the fused kernel needs none, which saves the scores' memory.
             only_causal = is_causal and key_padding_mask is None and not need_weights
             mask = None if only_causal else self._mask(module, q, k.shape[1], attn_mask, key_padding_mask)
-            q, k, v = (one.unflatten(-1, (heads, -1)).transpose(1, 2) for one in (q, k, v))
+            q, k, v = (tensor.unflatten(-1, (heads, -1)).transpose(1, 2) for tensor in (q, k, v))
             if module.add_zero_attn:
-                k, v = (torch.nn.functional.pad(one, (0, 0, 0, 1)) for one in (k, v))
+                k, v = (torch.nn.functional.pad(tensor, (0, 0, 0, 1)) for tensor in (k, v))
             weights = None
             if need_weights:
                 scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
@@ -89,25 +89,25 @@ class SplitAttention:
             biases = module.in_proj_bias.chunk(3)
         if module.in_proj_weight is None:
             separate: list[Any] = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
-            columns = [Columns(*one) for one in zip(separate, biases, strict=True)]
+            columns = [Columns(*pair) for pair in zip(separate, biases, strict=True)]
         elif query is key and key is value:
             columns = [Columns(module.in_proj_weight, module.in_proj_bias)]
         else:
-            columns = [Columns(*one) for one in zip(module.in_proj_weight.chunk(3), biases, strict=True)]
+            columns = [Columns(*pair) for pair in zip(module.in_proj_weight.chunk(3), biases, strict=True)]
         sources = [query, key, value][: len(columns)]
-        made: dict[int, Tensor] = {}
+        products: dict[int, Tensor] = {}
         for number, first in enumerate(sources):
-            if number in made:
+            if number in products:
                 continue
             # Layers that read one tensor enter together, so that its gradient is summed once.
             same = [n for n, source in enumerate(sources) if source is first]
             its, tag = dim if first is query else None, self._tag + 2 * number + 2
             entered, layers = enter(first, [columns[n] for n in same], self._group, tag, its)
             for position, n in enumerate(same):
-                made[n] = layers[position](entered) if layers else multiply(entered, columns[n])
-        whole = [made[n] for n in range(len(sources))]
-        parts = whole[0].chunk(3, -1) if len(whole) == 1 else whole
-        q, k, v = (_samples_first(one, module) for one in parts)
+                products[n] = layers[position](entered) if layers else multiply(entered, columns[n])
+        outputs = [products[n] for n in range(len(sources))]
+        parts = outputs[0].chunk(3, -1) if len(outputs) == 1 else outputs
+        q, k, v = (_samples_first(part, module) for part in parts)
         if module.bias_k is not None and module.bias_v is not None:
             k = torch.cat([k, module.bias_k.expand(k.shape[0], -1, -1)], 1)
             v = torch.cat([v, module.bias_v.expand(v.shape[0], -1, -1)], 1)
@@ -118,24 +118,24 @@ class SplitAttention:
     ) -> Tensor | None:
         """Return the addend of the scores, expandable to ``(samples, this rank's heads, queries, keys)``."""
         samples = q.shape[0]
-        found = None
+        addend = None
         if mask is not None:
-            found = _added(mask, q.dtype)
-            if found.ndim == 3:  # of each sample's heads
-                found = found.view(samples, module.num_heads, *found.shape[1:])
-                own = found.chunk(self._group.size, 1)[self._group.rank]
-                found = move(found, "split", self._group, self._tag + 8, 1) if found.requires_grad else own
+            addend = _added(mask, q.dtype)
+            if addend.ndim == 3:  # of each sample's heads
+                addend = addend.view(samples, module.num_heads, *addend.shape[1:])
+                part = addend.chunk(self._group.size, 1)[self._group.rank]
+                addend = move(addend, "split", self._group, self._tag + 8, 1) if addend.requires_grad else part
             else:
-                found = self._common(found)
+                addend = self._common(addend)
         if padding is not None:
             hidden = self._common(_added(padding, q.dtype).view(samples, 1, 1, -1))
-            found = hidden if found is None else found + hidden
+            addend = hidden if addend is None else addend + hidden
         # Keys that the module has added are seen by all.
         present = keys - (module.bias_k is not None)
         more = keys - present + module.add_zero_attn
-        if found is not None and found.shape[-1] != present:
-            raise ValueError(f"a mask of nn.MultiheadAttention is for {found.shape[-1]} keys, and there are {present}")
-        return torch.nn.functional.pad(found, (0, more)) if found is not None and more else found
+        if addend is not None and addend.shape[-1] != present:
+            raise ValueError(f"a mask of nn.MultiheadAttention is for {addend.shape[-1]} keys, and there are {present}")
+        return torch.nn.functional.pad(addend, (0, more)) if addend is not None and more else addend
 
     def _common(self, mask: Tensor) -> Tensor:
         """Return an input of all heads, whose gradient is the sum of theirs."""
@@ -144,10 +144,10 @@ class SplitAttention:
     def _whole_weights(self, weights: Tensor, average: bool, single: bool) -> Tensor:
         if average:
             heads = weights.shape[1] * self._group.size
-            whole = move(weights.sum(1) / heads, "sum", self._group, self._tag + 9)
+            all_weights = move(weights.sum(1) / heads, "sum", self._group, self._tag + 9)
         else:
-            whole = move(weights, "join", self._group, self._tag + 9, 1)
-        return whole.squeeze(0) if single else whole
+            all_weights = move(weights, "join", self._group, self._tag + 9, 1)
+        return all_weights.squeeze(0) if single else all_weights
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:

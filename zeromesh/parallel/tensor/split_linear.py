@@ -44,7 +44,7 @@ def enter(
     # computed.
     passage = _Passage(group, tag, dim)
     waiting: Tensor = _Wait.apply(x, passage)  # type: ignore[no-untyped-call]
-    layers = [_layer(one, passage) for one in columns]
+    layers = [_layer(layer_columns, passage) for layer_columns in columns]
     entered: Tensor = _Begin.apply(waiting, passage)  # type: ignore[no-untyped-call]
     return entered, layers
 
@@ -68,8 +68,8 @@ class _Passage:
     def begin(self, gradient: Tensor) -> Tensor:
         """Start the sum; the returned tensor holds it after ``finish``."""
         if self.dim is not None:
-            found, self._second = scatter(gradient, self.group, self.tag + 1, self.dim)
-            return found
+            part, self._second = scatter(gradient, self.group, self.tag + 1, self.dim)
+            return part
         total = gradient.clone(memory_format=torch.contiguous_format)  # others may hold the gradient as it is
         self._first = self.group.begin_all_reduce(total.view(-1), self.tag + 1)
         return total

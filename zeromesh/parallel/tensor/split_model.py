@@ -93,8 +93,8 @@ def apply(
     join_parts(resolved, modules, blocks, [name for stack in stacks for name in stack.whole])
     _require_slow_paths(resolved, modules)
     for module in model.modules():
-        own = {name: resolved.of_parameter.get(id(p)) for name, p in module.named_parameters(recurse=False)}
-        parts = {name: held.whole for name, held in own.items() if held is not None and held.split is not None}
+        own_parts = {name: resolved.of_parameter.get(id(p)) for name, p in module.named_parameters(recurse=False)}
+        parts = {name: part.whole for name, part in own_parts.items() if part is not None and part.split is not None}
         if parts:
             module.register_state_dict_pre_hook(partial(_require_whole, parts))
     if check is not None:
@@ -152,8 +152,8 @@ class Entrance:
         if self._separates and training:
             self._place.streams.separate()
         # The same object that was written to since is another activation.
-        known = self._key is not None and self._key[0]() is x and self._key[1] == version(x)
-        if not known or index not in self._waiting:
+        same_activation = self._key is not None and self._key[0]() is x and self._key[1] == version(x)
+        if not same_activation or index not in self._waiting:
             self._enter(x, self.spread and self._opens)
             self._key = ref(x), version(x)
         assert self._entered is not None
@@ -193,8 +193,8 @@ def _cut_arguments(
     # without samples (Press et al., "Train Short, Test Long", 2022).
 
     def part(value: Tensor) -> Tensor:
-        own = value.chunk(group.size, 1)[group.rank]
-        return move(value, "split", group, BIAS_TAG, 1) if value.requires_grad else own
+        heads = value.chunk(group.size, 1)[group.rank]
+        return move(value, "split", group, BIAS_TAG, 1) if value.requires_grad else heads
 
     def cut(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -266,11 +266,11 @@ def _with_part(
     name, style = member.name, member.rule.style
     if style in PLAIN_PARTS and has_hooks(module):  # that were registered since the layer was split
         raise ValueError(why_hooked(name, style))
-    given = tuple(module.weight.shape)
-    if given != shape:
+    weight_shape = tuple(module.weight.shape)
+    if weight_shape != shape:
         raise ValueError(
-            f"{name} computes with a weight of shape {given}, as functional_call gives it, but the layer is split, and "
-            f"this rank's part has shape {shape}; in tensor_parallel.plan give it the style replicate"
+            f"{name} computes with a weight of shape {weight_shape}, as functional_call gives it, but the layer is "
+            f"split, and this rank's part has shape {shape}; in tensor_parallel.plan give it the style replicate"
         )
     return forward(*args, **kwargs)
 
@@ -382,9 +382,9 @@ def _sum_rotary(module: nn.Module, args: Any, output: Tensor, place: SplitPlace,
 def _hooks(member: Member, resolved: SplitPlan, place: SplitPlace, tag: int) -> None:
     module, style, group = member.module, member.style, place.group
     if style.before == "mask":
-        held = resolved.held_of(module, "weight")
+        part = resolved.held_of(module, "weight")
         # Inside of the user's hooks, which get the ids and rows of the whole vocabulary.
-        replace_forward(module, partial(_Lookup(module, held, place, tag), module.forward))
+        replace_forward(module, partial(_Lookup(module, part, place, tag), module.forward))
         return
     if member.kind == "bag" or style.before == "copy":
         module.register_forward_pre_hook(_eager(_copy_inputs, group=group, tag=tag), with_kwargs=True)
@@ -428,11 +428,11 @@ def _copy_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 class _Lookup:
     """Embedding of which each rank has some rows: it looks up its own, and the sum with others' zeros is whole."""
 
-    def __init__(self, module: nn.Module, held: Held, place: SplitPlace, tag: int) -> None:
-        assert held.split is not None
+    def __init__(self, module: nn.Module, part: Held, place: SplitPlace, tag: int) -> None:
+        assert part.split is not None
         self._place, self._tag = place, tag
-        self._size = held.split.size
-        (self._start, self._stop) = held.split.intervals[place.group.rank][0]
+        self._size = part.split.size
+        (self._start, self._stop) = part.split.intervals[place.group.rank][0]
         padding = getattr(module, "padding_idx", None)
         if padding is not None:
             inside = self._start <= padding < self._stop

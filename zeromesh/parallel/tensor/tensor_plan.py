@@ -152,11 +152,11 @@ def base_of(module: Any) -> Any:
 
 
 def resolve(
-    model: nn.Module, own: Plan, found: Plan, rank: int, ranks: int, without: Collection[str] = ()
+    model: nn.Module, user_rules: Plan, derived_rules: Plan, rank: int, ranks: int, without: Collection[str] = ()
 ) -> SplitPlan:
-    """Find what each rule is for, and cut every parameter once; the user's ``own`` rules go before those ``found``.
+    """Find what each rule is for, and cut every parameter once; ``user_rules`` go before ``derived_rules``.
 
-    Rules that were ``found`` are not for the modules ``without``.
+    The latter are not for the modules ``without``.
 
     Raise ValueError with everything that is wrong.
     """
@@ -165,7 +165,7 @@ def resolve(
     rules: dict[str, tuple[str, PlanRule]] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     named = dict(model.named_parameters(remove_duplicate=False))
-    for pattern, rule in own.items():
+    for pattern, rule in user_rules.items():
         names = [name for name in (*modules, *named) if matches(name, pattern)]
         if not names:
             problems.append(f"{pattern!r} matches no module or parameter{_near(pattern, modules)}")
@@ -176,7 +176,7 @@ def resolve(
                     f"{name} is matched by {other!r} ({before.style}) and by {pattern!r} ({rule.style}); make the "
                     "patterns narrower, so that only one is for it"
                 )
-    for pattern, rule in found.items():
+    for pattern, rule in derived_rules.items():
         for name in (*modules, *named):
             if name not in without and matches(name, pattern):
                 rules.setdefault(name, (pattern, rule))
@@ -200,27 +200,27 @@ def resolve(
                 continue
             try:
                 heads = heads_of(modules[member.container], config) if member.container else None
-                held = _held(member, rank, ranks, heads)
+                parts = _held(member, rank, ranks, heads)
             except ValueError as error:
                 problems.append(f"{member.name} ({member.rule.style}): {error}")
                 continue
             resolved.members.append(member)
             if heads is not None and member.style.cut == "outputs" and member.style.after is None:
                 resolved.heads[member.container] = heads
-            for key, one in held.items():
+            for key, part in parts.items():
                 path = f"{member.name}.{key}" if member.parameter is None else member.name
                 # Tied parameters are cut once, by their identity: an embedding and a head share the rows.
-                first, earlier = cut.setdefault(id(named[path]), (path, one))
-                if earlier != one:
+                first, earlier = cut.setdefault(id(named[path]), (path, part))
+                if earlier != part:
                     problems.append(
                         f"{first} and {path} are one parameter, but would be cut in two ways: {_way(earlier)}, and "
-                        f"{_way(one)}; give both modules rules that cut the same dim, or untie them"
+                        f"{_way(part)}; give both modules rules that cut the same dim, or untie them"
                     )
     problems += _used_whole(resolved, modules, cut)
-    problems += _counted_often(resolved, [name for name, (pattern, _) in rules.items() if pattern in own])
+    problems += _counted_often(resolved, [name for name, (pattern, _) in rules.items() if pattern in user_rules])
     names_of = {id(parameter): name for name, parameter in model.named_parameters()}
-    resolved.of_parameter.update({key: one for key, (_, one) in cut.items()})
-    resolved.held.update({names_of[key]: one for key, (_, one) in cut.items()})
+    resolved.of_parameter.update({key: part for key, (_, part) in cut.items()})
+    resolved.held.update({names_of[key]: part for key, (_, part) in cut.items()})
     if problems:
         unique = list(dict.fromkeys(problems))
         more = f"\n  and {len(unique) - MOST_SHOWN} more" if len(unique) > MOST_SHOWN else ""
@@ -265,9 +265,9 @@ def _used_whole(
     cutting = {id(inner) for member in resolved.members for inner in member.module.modules()}
     for name, module in modules.items():
         for key, parameter in module._parameters.items():
-            path, held = cut.get(id(parameter), ("", None))
+            path, part = cut.get(id(parameter), ("", None))
             reads = parameter is not None and parameter.ndim > 1 and id(module) not in cutting
-            if reads and held is not None and held.split is not None:
+            if reads and part is not None and part.split is not None:
                 yield (
                     f"{path} and {name}.{key} are one parameter, which {name} ({type(module).__name__}) reads whole; "
                     f"give {path.rpartition('.')[0]} the style replicate, or untie them"
@@ -319,25 +319,25 @@ def _members(name: str, rule: PlanRule, modules: Mapping[str, nn.Module]) -> Ite
 def _held(member: Member, rank: int, ranks: int, heads: Heads | None) -> dict[str, Held]:
     """Return this rank's parts of the member's parameters, by name in the module."""
     style, module = member.style, member.module
-    own = dict(module.named_parameters(recurse=False))
+    parameters = dict(module.named_parameters(recurse=False))
     if member.parameter is not None:
-        own = {member.parameter: own[member.parameter]}
+        parameters = {member.parameter: parameters[member.parameter]}
     if member.kind == "attention" and member.rule.style == "heads":
         return _held_of_attention(module, rank, ranks)
     if style.cut is None:
-        whole = own.items() if member.parameter is not None else module.named_parameters()
-        shapes = {name: tuple(p.shape) for name, p in whole} if style.partial else {}
+        pairs = parameters.items() if member.parameter is not None else module.named_parameters()
+        shapes = {name: tuple(p.shape) for name, p in pairs} if style.partial else {}
         return {name: Held(shape, None, rank, ranks, True) for name, shape in shapes.items()}
     if member.kind in ("embedding", "bag"):
         _require_plain_rows(module, style)
-    held = {}
-    for name, parameter in own.items():
+    parts = {}
+    for name, parameter in parameters.items():
         dim = _dim(style, tuple(parameter.shape), member)
         if dim is None:
             continue
         split = _split(member, dim, parameter.shape[dim], ranks, heads)
-        held[name] = Held(tuple(parameter.shape), split, rank, ranks)
-    return held
+        parts[name] = Held(tuple(parameter.shape), split, rank, ranks)
+    return parts
 
 
 def _require_plain_rows(module: Any, style: Style) -> None:
@@ -354,15 +354,15 @@ def _require_plain_rows(module: Any, style: Style) -> None:
 def _held_of_attention(module: Any, rank: int, ranks: int) -> dict[str, Held]:
     """Return this rank's parts of the parameters of ``nn.MultiheadAttention``."""
     width = module.embed_dim
-    held = {}
+    parts = {}
     for name, parameter in module.named_parameters():
         if name == "out_proj.bias":  # added after the sum over the ranks
             continue
         dim = {"out_proj.weight": 1, "bias_k": 2, "bias_v": 2}.get(name, 0)
         sections = [width] * (parameter.shape[dim] // width)
         _require_parts(sections, module.head_dim, ranks)
-        held[name] = Held(tuple(parameter.shape), Split.even(dim, sections, ranks, module.head_dim), rank, ranks)
-    return held
+        parts[name] = Held(tuple(parameter.shape), Split.even(dim, sections, ranks, module.head_dim), rank, ranks)
+    return parts
 
 
 def _dim(style: Style, shape: Sequence[int], member: Member) -> int | None:
@@ -423,10 +423,10 @@ _OF_QUERIES = re.compile(r"^(q|query|to_q|q_b)(_proj|_lin|_linear)?$")
 OF_KEYS = re.compile(r"^(k|v|key|value|to_k|to_v)(_proj|_lin|_linear)?$")
 
 
-def _way(held: Held) -> str:
-    if held.split is None:
-        return "not at all, with shares of its gradient" if held.partial else "not at all"
-    return f"dim {held.split.dim} into {held.split.ranks} parts of {held.split.length}"
+def _way(part: Held) -> str:
+    if part.split is None:
+        return "not at all, with shares of its gradient" if part.partial else "not at all"
+    return f"dim {part.split.dim} into {part.split.ranks} parts of {part.split.length}"
 
 
 def _near(pattern: str, names: Iterable[str]) -> str:
