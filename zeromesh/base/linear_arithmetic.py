@@ -196,7 +196,7 @@ class WeightGradient(torch.autograd.Function):
         if (due := ticket.take()) is None:
             return None, None, None, None
         weight, bias = due(ctx.needs_input_grad[:2])
-        weight, bias = (None if gradient is None else gradient.to(ctx.dtype) for gradient in (weight, bias))
+        weight, bias = (None if tensor is None else tensor.to(ctx.dtype) for tensor in (weight, bias))
         if then is not None:
             then()
         return weight, bias, None, None
