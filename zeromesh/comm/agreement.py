@@ -63,12 +63,12 @@ def describe(model: nn.Module) -> str:
     modules = list(model.named_modules())
     # Non-persistent buffers are sorted: some models of transformers register them in the iteration order of a set of
     # strings, which differs between processes.
-    for own, order in ((True, list), (False, sorted)):
+    for persistent, order in ((True, list), (False, sorted)):
         lines += order(
             f"{path}.{n}".removeprefix(".") + f": buffer {b.dtype} {tuple(b.shape)}"
             for path, module in modules
             for n, b in module._buffers.items()
-            if b is not None and (n not in module._non_persistent_buffers_set) == own
+            if b is not None and (n not in module._non_persistent_buffers_set) == persistent
         )
     return "\n".join(lines)
 
@@ -81,8 +81,8 @@ def require_agreement(world: Group, what: str, text: str) -> None:
     if bool((rows == rows[0]).all()):
         return
     ranks_with: dict[str, list[int]] = {}
-    for rank, found in enumerate(texts(world, text)):
-        ranks_with.setdefault(found, []).append(rank)
+    for rank, rank_text in enumerate(texts(world, text)):
+        ranks_with.setdefault(rank_text, []).append(rank)
     first, *others = ranks_with
     blocks = []
     for other in others[:SHOWN_VARIANTS]:

@@ -92,18 +92,18 @@ def _compare(
     store: Any, watched: Watchdog | None, patience: float, group: Any, number: int, call: dict[str, Any]
 ) -> None:  # fmt: skip
     """Raise CollectiveMismatch if other ranks' calls are different, or a rank that has not come waits elsewhere."""
-    base, ranks, own = f"zeromesh/calls/{group.group_name}", dist.get_process_group_ranks(group), dist.get_rank()
-    store.set(f"{base}/{number}/{own}", json.dumps(call))
+    base, ranks, own_rank = f"zeromesh/calls/{group.group_name}", dist.get_process_group_ranks(group), dist.get_rank()
+    store.set(f"{base}/{number}/{own_rank}", json.dumps(call))
     if watched is not None:  # with a later limit than this function's, which says more
         watched.begin(f"{_shown(call)}, collective {number} of {group.group_name}", int(3 * patience * SLOWEST_LINK))
     try:
-        found = {own: call}
+        calls = {own_rank: call}
         due, before = time.monotonic() + patience, dict[int, Any]()
-        while missing := [rank for rank in ranks if rank not in found]:
+        while missing := [rank for rank in ranks if rank not in calls]:
             for rank in missing:
                 if text := watchdog.last_said(store, f"{base}/{number}/{rank}"):
-                    found[rank] = json.loads(text)
-            if time.monotonic() > due and (missing := [rank for rank in ranks if rank not in found]):
+                    calls[rank] = json.loads(text)
+            if time.monotonic() > due and (missing := [rank for rank in ranks if rank not in calls]):
                 due += patience
                 elsewhere = {rank: watchdog.wait_of(store, rank) for rank in missing}
                 text = f"{named(missing)} did not join {_shown(call)} as collective {number} of {group.group_name}"
@@ -111,17 +111,19 @@ def _compare(
                 if elsewhere == before and all(elsewhere.values()):
                     waits = [f"  rank {rank} waits for {w['what']}, at {w['where']}" for rank, w in elsewhere.items()]
                     raise CollectiveMismatch("\n".join([f"{text}:", *waits]))
-                _log.warning("rank %d waits: %s so far", own, text)
+                _log.warning("rank %d waits: %s so far", own_rank, text)
                 before = elsewhere
             time.sleep(PAUSE)
     finally:
         if watched is not None:
             watched.end()
     if number > 2:  # all have read it: they have come to this call
-        store.delete_key(f"{base}/{number - 2}/{own}")
-    kinds = {json.dumps({key: value for key, value in one.items() if key != "where"}) for one in found.values()}
+        store.delete_key(f"{base}/{number - 2}/{own_rank}")
+    kinds = {
+        json.dumps({key: value for key, value in rank_call.items() if key != "where"}) for rank_call in calls.values()
+    }
     if len(kinds) > 1:
-        lines = [f"  rank {rank} called {_shown(found[rank])}" for rank in ranks]
+        lines = [f"  rank {rank} called {_shown(calls[rank])}" for rank in ranks]
         advice = "all ranks of a group must call the same collectives, in the same order, on the same shapes and dtypes"
         raise CollectiveMismatch("\n".join([f"collective {number} of {group.group_name} differs:", *lines, advice]))
 

@@ -132,19 +132,19 @@ class Group:
         """Return the number of elements of ``reduce_scatter``'s receive buffer for shards of ``shard_elements``."""
         return shard_elements * self.sums.buffers(self.size)
 
-    def all_gather(self, full: torch.Tensor, own: torch.Tensor, tag: int, form: Format | None = None) -> Pending:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: int, form: Format | None = None) -> Pending:
         """Fill ``full`` from the shards of all ranks.
 
         Args:
             full: shape ``(size * n,)``; segment r becomes rank r's shard.
-            own: shape ``(n,)``, this rank's shard, converted where its dtype is another; it may be the segment of
+            shard: shape ``(n,)``, this rank's shard, converted where its dtype is another; it may be the segment of
                 ``full`` itself, and may change at once otherwise.
             tag: distinguishes collectives that are under way at the same time.
             form: compression of shards between nodes; all ranks, this one too, then have the decoded values.
         """
         mine = full.chunk(self.size)[self.rank]
-        if mine.data_ptr() != own.data_ptr():
-            mine.copy_(own)
+        if mine.data_ptr() != shard.data_ptr():
+            mine.copy_(shard)
         if self.size == 1:
             return Pending()
         if not self._point_to_point:

@@ -102,9 +102,9 @@ class Environment:
         if row is None:
             return cls()
         try:
-            found = _of_torchrun(env) if row is TORCHRUN else _of_others(env, row)
-            _require_agreement(found, env)
-            return found
+            environment = _of_torchrun(env) if row is TORCHRUN else _of_others(env, row)
+            _require_agreement(environment, env)
+            return environment
         except ValueError as error:
             there = row.there(env) | TORCHRUN.there(env)
             raise ValueError(f"{error}; found: {', '.join(f'{n}={v}' for n, v in there.items())}") from None
@@ -192,15 +192,15 @@ def _tasks(env: Mapping[str, str], row: Launcher, world_size: int) -> list[int]:
     return tasks
 
 
-def _require_agreement(found: Environment, env: Mapping[str, str]) -> None:
+def _require_agreement(environment: Environment, env: Mapping[str, str]) -> None:
     """Raise ValueError if torchrun's variables are set too and contradict the environment."""
     for attribute in NUMBERS:
-        name, own = getattr(TORCHRUN, attribute)[0], getattr(found, attribute)
-        guessed = attribute == "node_rank" and found.launcher in MPI
-        if name in env and not guessed and env[name].strip() != str(own):
+        name, number = getattr(TORCHRUN, attribute)[0], getattr(environment, attribute)
+        guessed = attribute == "node_rank" and environment.launcher in MPI
+        if name in env and not guessed and env[name].strip() != str(number):
             raise ValueError(
-                f"{name} is {env[name]!r}, but {names_of(found.launcher).command} started this process with "
-                f"{attribute.replace('_', ' ')} {own}; unset {name}, or set all of {', '.join(VARIABLES)}"
+                f"{name} is {env[name]!r}, but {names_of(environment.launcher).command} started this process with "
+                f"{attribute.replace('_', ' ')} {number}; unset {name}, or set all of {', '.join(VARIABLES)}"
             )
 
 

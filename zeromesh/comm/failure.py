@@ -87,8 +87,8 @@ def first_failure(folder: Path, exitcodes: Mapping[int, int]) -> RankFailure:
 
 
 def _killed(rank: int, number: int, folder: Path) -> RankFailure:
-    known = {member.value: member.name for member in signal.Signals}  # most real-time signals have no name
-    hint = f"; {HINTS[name]}" if (name := known.get(number, f"signal {number}")) in HINTS else ""
+    signal_names = {member.value: member.name for member in signal.Signals}  # most real-time signals have no name
+    hint = f"; {HINTS[name]}" if (name := signal_names.get(number, f"signal {number}")) in HINTS else ""
     file = folder / f"{rank}.step"
     step = f" in step {file.read_text(encoding='ascii')}" if file.exists() else ""
     return RankFailure(rank, f"killed by {name}{step}{hint}", "", 128 + number)

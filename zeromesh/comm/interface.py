@@ -29,9 +29,9 @@ def interface_to(address: str, port: int) -> str | None:
     # the interface counts that leads to the outside.
     for target in (address, ANYWHERE):
         with contextlib.suppress(OSError):
-            own = own_address(target, port)
-            if not ipaddress.ip_address(own).is_loopback:
-                return _interface_with(own)
+            local_address = own_address(target, port)
+            if not ipaddress.ip_address(local_address).is_loopback:
+                return _interface_with(local_address)
     return None
 
 
@@ -43,11 +43,11 @@ def own_address(address: str, port: int) -> str:
         return str(probe.getsockname()[0]).partition("%")[0]
 
 
-def _interface_with(own: str) -> str | None:
+def _interface_with(address: str) -> str | None:
     if sys.platform != "linux":
         return None
-    if ":" in own:
-        wanted = ipaddress.ip_address(own).packed.hex()
+    if ":" in address:
+        wanted = ipaddress.ip_address(address).packed.hex()
         with contextlib.suppress(OSError):
             rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
             return next((row[5] for row in rows if row[0] == wanted), None)
@@ -58,6 +58,6 @@ def _interface_with(own: str) -> str | None:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has no address
                 answer = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(answer[20:24]) == own:
+                if socket.inet_ntoa(answer[20:24]) == address:
                     return name
     return None

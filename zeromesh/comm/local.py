@@ -65,10 +65,10 @@ class Transport:
     def __init__(self) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         self.timeout = _timeout().total_seconds()
-        found = library()
-        native: Any = found.handle if found is not None and found.has_links else None
+        native_library = library()
+        native: Any = native_library.handle if native_library is not None and native_library.has_links else None
         self._native = native
-        self._instructions = 0 if found is None else found.choose(None)
+        self._instructions = 0 if native_library is None else native_library.choose(None)
         self._dropped: deque[tuple[ctypes.c_void_p, Sequence[torch.Tensor]]] = deque()
         self._link, mine = 0, None
         if native is not None:
@@ -86,7 +86,7 @@ class Transport:
             reached = set()
         every = gather_json(sorted(reached))
         self.ranks = frozenset(peer for peer in reached if rank in every[peer])
-        self.complete = all(len(one) == size - 1 for one in every)
+        self.complete = all(len(peers) == size - 1 for peers in every)
         if self._link:
             _all.add(self)
 
@@ -99,23 +99,23 @@ class Transport:
         return self._posted(message, error)
 
     def add_up(
-        self, ranks: Sequence[int], place: int, key: int, own: torch.Tensor, out: torch.Tensor, add: bool
+        self, ranks: Sequence[int], place: int, key: int, part: torch.Tensor, out: torch.Tensor, add: bool
     ) -> Message:
-        """Start to receive a message from each of ``ranks``, and to put their sum with ``own`` into ``out``.
+        """Start to receive a message from each of ``ranks``, and to put their sum with ``part`` into ``out``.
 
         Args:
             ranks: of all ranks, in the order in which they are added.
-            place: number of them that ``own`` comes behind.
+            place: number of them that ``part`` comes behind.
             key: as for ``post``.
-            own: this rank's part, contiguous, of a dtype in ``SUMMED``, as the messages are.
-            out: contiguous, of as many elements, also of such a dtype; may be ``own``. Each addition is rounded to it.
+            part: that of this rank, contiguous, of a dtype in ``SUMMED``, as the messages are.
+            out: contiguous, of as many elements, also of such a dtype; may be ``part``. Each addition is rounded to it.
             add: add the sum, when it is whole, to what ``out`` holds.
         """
-        assert own.shape == out.shape, (own.shape, out.shape)
-        message = self._message([own, out], f"the sum of messages from ranks {', '.join(map(str, ranks))}")
+        assert part.shape == out.shape, (part.shape, out.shape)
+        message = self._message([part, out], f"the sum of messages from ranks {', '.join(map(str, ranks))}")
         error = self._native.zeromesh_link_sum(
             self._link, self._instructions, (ctypes.c_int32 * len(ranks))(*ranks), len(ranks), place, key,
-            own.data_ptr(), out.data_ptr(), own.numel(), SUMMED[own.dtype], SUMMED[out.dtype], add,
+            part.data_ptr(), out.data_ptr(), part.numel(), SUMMED[part.dtype], SUMMED[out.dtype], add,
             ctypes.byref(message.handle),
         )  # fmt: skip
         return self._posted(message, error)
@@ -187,8 +187,8 @@ class LocalGroup:
     @classmethod
     def of(cls, transport: Transport, group: Any) -> LocalGroup | None:
         """Return the group, or None if none of its ranks is reached through memory."""
-        found = cls(transport, group)
-        return found if transport.ranks.intersection(found._ranks) else None
+        local_group = cls(transport, group)
+        return local_group if transport.ranks.intersection(local_group._ranks) else None
 
     def post(
         self, receives: Iterable[tuple[int, torch.Tensor]], sends: Iterable[tuple[int, torch.Tensor]], tag: int
@@ -204,16 +204,16 @@ class LocalGroup:
         """True if all ranks of the group are reached through memory."""
         return self._transport.ranks.issuperset(set(self._ranks) - {dist.get_rank()})
 
-    def add_up(self, own: torch.Tensor, out: torch.Tensor, add: bool, tag: int) -> Message | None:
-        """Start to put the sum of ``own`` and a message from each other rank into ``out``, in the order of ranks.
+    def add_up(self, part: torch.Tensor, out: torch.Tensor, add: bool, tag: int) -> Message | None:
+        """Start to put the sum of ``part`` and a message from each other rank into ``out``, in the order of ranks.
 
         Of a group that is ``complete``. Return None if sums of such dtypes are not computed here.
         """
-        if own.dtype not in SUMMED or out.dtype not in SUMMED:
+        if part.dtype not in SUMMED or out.dtype not in SUMMED:
             return None
         place = self._ranks.index(dist.get_rank())
         others = [*self._ranks[:place], *self._ranks[place + 1 :]]
-        return self._transport.add_up(others, place, self._space | tag, own, out, add)
+        return self._transport.add_up(others, place, self._space | tag, part, out, add)
 
     def _post(self, sends: bool, peer: int, tensor: torch.Tensor, tag: int) -> Any:
         rank = self._ranks[peer]
@@ -231,21 +231,21 @@ def transport(required: bool) -> Transport:
     assert world is not None
     if world not in _made:
         _made[world] = Transport()
-    found = _made[world]
-    if required and not found.complete:
+    world_transport = _made[world]
+    if required and not world_transport.complete:
         raise ValueError(
             "communication.local_memory is true, but not every rank can read the memory of all others; that "
             "needs ranks on one "
             "Linux machine, in one container or one with CAP_SYS_PTRACE, and ZeroMesh's native library; leave "
             "communication.local_memory out to use it where it is possible"
         )
-    return found
+    return world_transport
 
 
 def close() -> None:
     """End all transports of this process, so that no other rank waits for it: before its process group is destroyed."""
-    for one in list(_all):
-        one.close()
+    for open_transport in list(_all):
+        open_transport.close()
 
 
 @atexit.register
@@ -256,15 +256,15 @@ def _leave() -> None:
 
 def bytes_sent() -> int:
     """Return the bytes that this process has sent through memory so far, by transports that it still has."""
-    return sum(one.sent for one in _all)
+    return sum(open_transport.sent for open_transport in _all)
 
 
 def _timeout() -> timedelta:
     """Return the limit of a collective that torch's group has."""
     assert dist.group.WORLD is not None
     backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
-    found: timedelta = getattr(getattr(backend, "options", None), "_timeout", dist.default_pg_timeout)
-    return found
+    limit: timedelta = getattr(getattr(backend, "options", None), "_timeout", dist.default_pg_timeout)
+    return limit
 
 
 def _place() -> str:

@@ -56,8 +56,8 @@ def _add_in_chunks(parts: Sequence[torch.Tensor], out: torch.Tensor, add: bool, 
     """Accumulate chunk by chunk, so that a sum and a converted part fit into scratch memory."""
     scratch = torch.empty(2, min(size, out.numel()), dtype=out.dtype, device=out.device)
     for target, first, *rest in zip(out.split(size), *(part.split(size) for part in parts), strict=True):
-        whole, converted = scratch[:, : target.numel()]
-        total = whole if add else target
+        scratch_sum, converted = scratch[:, : target.numel()]
+        total = scratch_sum if add else target
         total.copy_(first)
         for part in rest:
             total.add_(converted.copy_(part) if part.itemsize < total.itemsize else part)

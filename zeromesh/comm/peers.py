@@ -40,16 +40,18 @@ class Peer:
 
 def gather(device: torch.device) -> list[Peer]:
     """Return the facts of every rank; ``device`` is one that the group serves. Collective."""
-    own = Peer.own()
-    fields = [text.encode()[:_WIDTH].ljust(_WIDTH, b"\0") for text in (*own.versions, own.host)]
+    peer = Peer.own()
+    fields = [text.encode()[:_WIDTH].ljust(_WIDTH, b"\0") for text in (*peer.versions, peer.host)]
     row = torch.frombuffer(bytearray(b"".join(fields)), dtype=torch.uint8).to(device)
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, row)
-    found = []
-    for one in rows:
-        *versions, host = [bytes(part.tolist()).rstrip(b"\0").decode(errors="replace") for part in one.split(_WIDTH)]
-        found.append(Peer(tuple(versions), host))
-    return found
+    peers = []
+    for peer_row in rows:
+        *versions, host = [
+            bytes(part.tolist()).rstrip(b"\0").decode(errors="replace") for part in peer_row.split(_WIDTH)
+        ]
+        peers.append(Peer(tuple(versions), host))
+    return peers
 
 
 def require_same_versions(peers: Sequence[Peer]) -> None:
@@ -89,12 +91,12 @@ def named(ranks: Sequence[int]) -> str:
 def with_topology(environment: Environment, peers: Sequence[Peer]) -> Environment:
     """Return the environment with the node and the local rank that follow from the ranks' hosts."""
     hosts = [peer.host for peer in peers]
-    own = [rank for rank, host in enumerate(hosts) if host == hosts[environment.rank]]
+    local_ranks = [rank for rank, host in enumerate(hosts) if host == hosts[environment.rank]]
     nodes = list(dict.fromkeys(hosts))
     return replace(
         environment,
-        local_rank=own.index(environment.rank),
+        local_rank=local_ranks.index(environment.rank),
         node_rank=nodes.index(hosts[environment.rank]),
-        local_world_size=len(own),
+        local_world_size=len(local_ranks),
         node_count=len(nodes),
     )

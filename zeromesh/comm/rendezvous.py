@@ -227,14 +227,14 @@ def _store(environment: Environment, limit: timedelta) -> Any:
             f"firewall blocks port {port}. ZEROMESH_START_TIMEOUT sets how many seconds to wait"
         )
     # Torch waits for ever on a program that accepts connections and is not a store.
-    made: list[Any] = []
+    answers: list[Any] = []
     size = environment.world_size
     in_background(
-        lambda: _TCPStore(address, port, size, False, limit, wait_for_workers=False), made
+        lambda: _TCPStore(address, port, size, False, limit, wait_for_workers=False), answers
     )(max(1.0, end - time.monotonic()))  # fmt: skip
-    if made and not isinstance(made[0], Exception):
-        return made[0]
-    why = f": {_first_line(made[0])}" if made else ""
+    if answers and not isinstance(answers[0], Exception):
+        return answers[0]
+    why = f": {_first_line(answers[0])}" if answers else ""
     raise StartError(
         f"something listens at {address}:{port}, the master's address, but it did not answer as rank 0 does within "
         f"{_text(limit)}{why}; another program has that port, or rank 0 is stuck: see the output of rank 0, and set "

@@ -61,8 +61,8 @@ class Stragglers:
         self._mark, self._begun = (now, waited), None
         if before is None:
             return 0.0, 0.0
-        since, own = (max(0.0, now - at - (waited - then)) for at, then in (before, begun or before))
-        return since, own
+        since, in_update = (max(0.0, now - at - (waited - then)) for at, then in (before, begun or before))
+        return since, in_update
 
     def compare(self, busy: Sequence[float], work: Sequence[float]) -> None:
         """Take each rank's seconds since the last update and in this one; warn on the first rank if that is due."""
@@ -93,7 +93,10 @@ class Stragglers:
         taken, usual = self._taken, [0.0] * len(work)
         for rank, beside in ((rank, ranks) for ranks in columns for rank in ranks if len(ranks) > 1):
             usual[rank] = median(work[other] for other in beside if other != rank)
-        late = max(own - one if one else 0.0 for own, one in zip(work, usual, strict=True))
+        late = max(
+            seconds - usual_seconds if usual_seconds else 0.0
+            for seconds, usual_seconds in zip(work, usual, strict=True)
+        )
         self._taken = Busy(
             taken.updates + 1, [*map(sum, zip(taken.seconds, work, strict=True))],
             [*map(sum, zip(taken.usual, usual, strict=True))], taken.idle + max(0.0, late),

@@ -50,9 +50,9 @@ class Topology:
     @property
     def mates(self) -> list[tuple[int, int]]:
         """Pairs (place, group rank) of the other ranks of this node, in the order of their distance."""
-        own = self.nodes[self.node]
-        others = [(self.place + distance) % len(own) for distance in range(1, len(own))]
-        return [(place, own[place]) for place in others]
+        node_ranks = self.nodes[self.node]
+        others = [(self.place + distance) % len(node_ranks) for distance in range(1, len(node_ranks))]
+        return [(place, node_ranks[place]) for place in others]
 
     def shards_of(self, place: int) -> list[int]:
         """Return the rank at ``place`` of each node; these ranks exchange their shards over the slow link."""

@@ -43,8 +43,8 @@ class Traffic:
         """Add the rounding error of a compressed message: values before it and decoded values, shapes ``(n,)``."""
         squares = torch.zeros(2, dtype=torch.float64, device=true.device)
         # In chunks, so that no fp64 copy of a whole message is made.
-        for one, other in zip(true.split(CHUNK), written.split(CHUNK), strict=True):
-            wide = one.double()
+        for exact_chunk, other in zip(true.split(CHUNK), written.split(CHUNK), strict=True):
+            wide = exact_chunk.double()
             squares += torch.stack([(other.double() - wide).square().sum(), wide.square().sum()])
         total = squares.cpu()
         with self._lock:

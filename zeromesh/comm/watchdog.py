@@ -150,14 +150,14 @@ class Watchdog:
         if what:
             self._since = self._began
             return {"what": what, "number": number, "where": where(frame)}
-        own, calls = _own_wait(frame), _calls()
-        if own is None or calls is None:
+        function_name, calls = _own_wait(frame), _calls()
+        if function_name is None or calls is None:
             self._own = None
             return None
-        if self._own != (own, calls):
-            self._own, self._own_began = (own, calls), time.monotonic()
+        if self._own != (function_name, calls):
+            self._own, self._own_began = (function_name, calls), time.monotonic()
         self._since = self._own_began
-        return {"what": f"{own} of the program's own", "number": calls, "where": where(frame)}
+        return {"what": f"{function_name} of the program's own", "number": calls, "where": where(frame)}
 
     def _publish(self, state: dict[str, Any]) -> None:
         if state != self._published:
@@ -237,16 +237,16 @@ class Watchdog:
 
 def where(frame: FrameType | None) -> str:
     """Return ``FILE:LINE`` of the innermost call outside this package and torch; empty if there is none."""
-    for one in _outwards(frame):
-        if not one.f_code.co_filename.startswith(_PACKAGES):
-            return f"{one.f_code.co_filename}:{one.f_lineno}"
+    for outer_frame in _outwards(frame):
+        if not outer_frame.f_code.co_filename.startswith(_PACKAGES):
+            return f"{outer_frame.f_code.co_filename}:{outer_frame.f_lineno}"
     return ""
 
 
 def wait_of(store: Any, rank: int) -> dict[str, Any]:
     """Return what a rank has said that it waits for; empty if it has not waited for long."""
-    found: dict[str, Any] = json.loads(last_said(store, f"zeromesh/waits/{rank}") or "{}")
-    return found
+    wait: dict[str, Any] = json.loads(last_said(store, f"zeromesh/waits/{rank}") or "{}")
+    return wait
 
 
 def last_said(store: Any, key: str) -> str:
@@ -266,13 +266,13 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _own_wait(frame: FrameType | None) -> str | None:
     """Return the name of torch's function that the program waits in; None if it waits in none."""
-    found = None
-    for one in _outwards(frame):
-        if os.path.basename(one.f_code.co_filename) not in ("distributed_c10d.py", "c10d_logger.py"):
+    function_name = None
+    for outer_frame in _outwards(frame):
+        if os.path.basename(outer_frame.f_code.co_filename) not in ("distributed_c10d.py", "c10d_logger.py"):
             break
-        if any(part in one.f_code.co_name for part in _OWN_WAITS):
-            found = one.f_code.co_name
-    return found
+        if any(part in outer_frame.f_code.co_name for part in _OWN_WAITS):
+            function_name = outer_frame.f_code.co_name
+    return function_name
 
 
 def _calls() -> int | None:

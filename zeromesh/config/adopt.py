@@ -69,11 +69,11 @@ def adopt(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], list[
 
 def fixed(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], list[Change]]:
     """Return the same with the other names of keys among the changes, for a file that is to be written anew."""
-    given = read_object(Path(source)) if isinstance(source, str | Path) else source
+    original = read_object(Path(source)) if isinstance(source, str | Path) else source
     names = [
-        Change(old, look_up(given, old)[1], f"renamed to {new}", "the key has that name here")
+        Change(old, look_up(original, old)[1], f"renamed to {new}", "the key has that name here")
         for old, new in RENAMED.items()
-        if look_up(given, old)[0]
+        if look_up(original, old)[0]
     ]
     document, changes = adopt(source)
     return document, names + changes
@@ -111,9 +111,9 @@ def _dotted(document: dict[str, Any]) -> Iterator[Change]:
     """Read ``"zero_optimization.stage"`` at the top level as the path of a key; the section's own value stays."""
     for name in [name for name in document if "." in name]:
         value = document.pop(name)
-        there, own = look_up(document, name)
-        if there and not is_unset(own):
-            yield Change(name, value, None, f"its section has {show(own)}")
+        there, section_value = look_up(document, name)
+        if there and not is_unset(section_value):
+            yield Change(name, value, None, f"its section has {show(section_value)}")
         elif all(isinstance(look_up(document, part)[1] or {}, dict) for part in sections_of(name) - {name}):
             _set(document, name, value)
             yield Change(name, value, "moved into its section", "a key with dots at the top level is the path of a key")
@@ -232,6 +232,6 @@ def _keys(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any,
     for name, value in list(section.items()):
         path = f"{prefix}{name}"
         yield path, value, section
-        known = entries().get(path)
-        if isinstance(value, dict) and known is not None and known.section:
+        entry = entries().get(path)
+        if isinstance(value, dict) and entry is not None and entry.section:
             yield from _keys(value, f"{path}.")

@@ -101,13 +101,13 @@ def _check_product(train: int, micro: int, accumulation: int, data_size: int) ->
     )
 
 
-def _divide(train: int, given: Mapping[str, int], data_size: int) -> int:
-    """Return ``train / (given x data_size)``, which must be a whole number."""
-    factor = prod(given.values()) * data_size
+def _divide(train: int, sizes: Mapping[str, int], data_size: int) -> int:
+    """Return ``train / (sizes x data_size)``, which must be a whole number."""
+    factor = prod(sizes.values()) * data_size
     if train % factor == 0:
         return train // factor
-    factors = " x ".join([*given, "data-parallel ranks"])
-    numbers = " x ".join(str(number) for number in [*given.values(), data_size])
+    factors = " x ".join([*sizes, "data-parallel ranks"])
+    numbers = " x ".join(str(number) for number in [*sizes.values(), data_size])
     below, above = train // factor * factor, (train // factor + 1) * factor
     nearest = f"{below} or {above}" if below else str(above)
     raise ConfigError(

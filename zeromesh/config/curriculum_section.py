@@ -88,6 +88,6 @@ def sampled_by_length(document: dict[str, Any]) -> dict[str, Any]:
     cuts = isinstance(metric, Mapping) and metric.get("clustering_type") == "single_cluster"
     if not (on and cuts and name.startswith("seqlen")):
         return document
-    found = {key: value for key, value in metric.items() if key in _COURSE}
+    course = {key: value for key, value in metric.items() if key in _COURSE}
     rest = {key: value for key, value in document[_EFFICIENCY].items() if f"{_EFFICIENCY}.{key}" != _SAMPLING}
-    return document | {_EFFICIENCY: rest, "curriculum_learning": {"enabled": True, **found}}
+    return document | {_EFFICIENCY: rest, "curriculum_learning": {"enabled": True, **course}}

@@ -82,9 +82,9 @@ def read_object(path: Path) -> dict[str, Any]:
 def plain_json(text: str) -> str:
     """Return a text of JSON with blanks for comments (``//``, ``#``, ``/* */``) and last commas, as in Hjson."""
 
-    def blank(found: re.Match[str]) -> str:
+    def blank(match: re.Match[str]) -> str:
         # Lines keep their numbers and columns, which errors name.
-        return re.sub(r"[^\n]", " ", found[0]) if found.lastgroup else found[0]
+        return re.sub(r"[^\n]", " ", match[0]) if match.lastgroup else match[0]
 
     return _LAST_COMMA.sub(blank, _BEYOND_JSON.sub(blank, text))
 

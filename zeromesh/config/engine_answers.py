@@ -27,8 +27,8 @@ class Asked:
     def value(self, path: str, default: Any) -> Any:
         """Return what was written under a key, or one of its other names; ``default`` if nothing was."""
         names = [path, *(old for old, new in RENAMED.items() if new == path)]
-        found = (look_up(dict(self.document), name) for name in names)
-        return next((value for there, value in found if there and not is_unset(value)), default)
+        answers = (look_up(dict(self.document), name) for name in names)
+        return next((value for there, value in answers if there and not is_unset(value)), default)
 
 
 Answer = tuple[str, Any] | Callable[[Asked], Any]
@@ -64,11 +64,11 @@ def _compute(asked: Asked, name: str) -> bool:
 
 
 def _tag_validation(asked: Asked) -> str:
-    found = str(asked.value("checkpoint.tag_validation", "Warn"))
-    if found.lower() not in ("warn", "ignore", "fail"):
-        problem = f'checkpoint.tag_validation = "{found}": must be one of Warn, Ignore, Fail; choose one of them'
+    mode = str(asked.value("checkpoint.tag_validation", "Warn"))
+    if mode.lower() not in ("warn", "ignore", "fail"):
+        problem = f'checkpoint.tag_validation = "{mode}": must be one of Warn, Ignore, Fail; choose one of them'
         raise ConfigError([problem], "the configuration")
-    return found.lower()
+    return mode.lower()
 
 
 def _section(section: Any) -> Any:
@@ -77,12 +77,12 @@ def _section(section: Any) -> Any:
 
 
 def _scale_options(asked: Asked) -> dict[str, Any] | None:
-    own = asked.settings.fp16
-    if own.loss_scale:
+    fp16 = asked.settings.fp16
+    if fp16.loss_scale:
         return None
-    window, least = own.loss_scale_window, own.min_loss_scale
-    start = 2**own.initial_scale_power
-    return {"init_scale": start, "scale_window": window, "delayed_shift": own.hysteresis, "min_scale": least}
+    window, least = fp16.loss_scale_window, fp16.min_loss_scale
+    start = 2**fp16.initial_scale_power
+    return {"init_scale": start, "scale_window": window, "delayed_shift": fp16.hysteresis, "min_scale": least}
 
 
 ANSWERS: dict[str, Answer] = {

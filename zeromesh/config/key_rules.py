@@ -13,13 +13,13 @@ def problems(
     zero: ZeroOptimization, links: Communication, formats: tuple[str | None, str | None], switches: Mapping[str, bool]
 ) -> list[str]:
     """Return a sentence for each broken rule; ``formats`` are those of parameters and gradients between nodes."""
-    kept = switches["fp16"] or switches["bf16"]
+    has_masters = switches["fp16"] or switches["bf16"]
     return [
         *_precision(switches),
         *_shard_group(zero),
         *_offload(zero),
         *_split_master(zero, switches["bf16"]),
-        *_links(zero, links, formats, kept),
+        *_links(zero, links, formats, has_masters),
     ]
 
 
@@ -105,7 +105,7 @@ def _split_master(zero: ZeroOptimization, bf16: bool) -> Iterator[str]:
 
 
 def _links(
-    zero: ZeroOptimization, links: Communication, formats: tuple[str | None, str | None], kept: bool
+    zero: ZeroOptimization, links: Communication, formats: tuple[str | None, str | None], has_masters: bool
 ) -> Iterator[str]:
     for old, on, new, value in (
         ("zero_quantized_weights", zero.zero_quantized_weights, "across_nodes_gather", links.across_nodes_gather),
@@ -121,7 +121,7 @@ def _links(
             "bits; leave it out, or leave parameters and gradients as they are"
         )
     # Parameters that come back in fewer bits must not become the values that are updated.
-    if gather and zero.stage < 3 and not (zero.stage > 0 and kept):
+    if gather and zero.stage < 3 and not (zero.stage > 0 and has_masters):
         yield (
             f"parameters are to be gathered in {gather.replace('bit', ' bits')}, but at stage {zero.stage} "
             + ("none are gathered" if zero.stage == 0 else "without bf16 or fp16 they have no other copy that is exact")

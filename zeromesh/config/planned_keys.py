@@ -33,14 +33,14 @@ def asked_of_planner(
     if isinstance(source, Section):
         return frozenset()  # settings have no "auto" any more
     document = whole_document(source, overrides)
-    found = set()
+    asked = set()
     for path, asks in _ASKS.items():
         if is_unset(_at(document, path)):
-            found |= asks
+            asked |= asks
     # A micro-batch can be chosen only for a batch that is given; without one, "auto" is what else follows.
     if is_unset(document.get(MICRO)) and isinstance(document.get(TRAIN), int):
-        found.add(MICRO)
-    return frozenset(found)
+        asked.add(MICRO)
+    return frozenset(asked)
 
 
 def planned_keys(source: str | Path | Mapping[str, Any] | Section, overrides: Sequence[str] = ()) -> frozenset[str]:
@@ -58,18 +58,18 @@ def _at(document: Any, path: str) -> Any:
 def overrides_of(document: Mapping[str, Any], asked: frozenset[str]) -> list[str]:
     """Return overrides for ``Settings.load`` that set what was asked as a layout's document has it."""
     zero = document["zero_optimization"]
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if STAGE in asked:
-        found["zero_optimization.stage"] = zero["stage"]
+        values["zero_optimization.stage"] = zero["stage"]
     if OFFLOAD in asked:
         for name in ("offload_optimizer", "offload_param"):
-            found |= {f"zero_optimization.{name}.{key}": value for key, value in zero.get(name, {}).items()}
+            values |= {f"zero_optimization.{name}.{key}": value for key, value in zero.get(name, {}).items()}
     if MESH in asked:
-        found |= {f"mesh.{axis}": size for axis, size in document.get("mesh", {}).items()}
-        found |= {f"tensor_parallel.{key}": value for key, value in document.get("tensor_parallel", {}).items()}
+        values |= {f"mesh.{axis}": size for axis, size in document.get("mesh", {}).items()}
+        values |= {f"tensor_parallel.{key}": value for key, value in document.get("tensor_parallel", {}).items()}
     if asked & {MICRO, MESH}:
-        found |= {MICRO: document[MICRO], ACCUMULATION: document[ACCUMULATION]}
-    return [f"{path}={json.dumps(value)}" for path, value in found.items()]
+        values |= {MICRO: document[MICRO], ACCUMULATION: document[ACCUMULATION]}
+    return [f"{path}={json.dumps(value)}" for path, value in values.items()]
 
 
 def lines_of_overrides(overrides: Sequence[str]) -> str:

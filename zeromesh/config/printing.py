@@ -88,7 +88,7 @@ def is_auto(source: str | Path | Mapping[str, Any], overrides: Sequence[str], pa
 
 def refuse_unfilled(
     source: str | Path | Mapping[str, Any] | Section, settings: Section, overrides: Sequence[str] = (),
-    given: Set[str] = frozenset(),
+    replaced_sections: Set[str] = frozenset(),
 ) -> None:  # fmt: skip
     """Raise ConfigError for each key that is "auto" and decides the result: learning rates and the precision.
 
@@ -96,7 +96,7 @@ def refuse_unfilled(
         source: the configuration, as it was given.
         settings: made from it.
         overrides: as given with the configuration.
-        given: sections in whose place the user passed an object: ``optimizer``, ``scheduler``.
+        replaced_sections: sections in whose place the user passed an object: ``optimizer``, ``scheduler``.
     """
     unfilled = autos(source, overrides)
     # Where one precision is on, the others cannot be.
@@ -105,12 +105,17 @@ def refuse_unfilled(
     for path in unfilled:
         section, _, name = path.rpartition(".")
         # A warmup begins with 0 by default, as it does where a Trainer fills it in.
-        if section in TABLES and section.split(".")[0] not in given and name.endswith("lr") and name != "warmup_min_lr":
+        if (
+            section in TABLES
+            and section.split(".")[0] not in replaced_sections
+            and name.endswith("lr")
+            and name != "warmup_min_lr"
+        ):
             remedies[path] = "write the learning rate"
-    found = [f'{path} = "{UNSET}": {remedies[path]}' for path in unfilled if path in remedies]
-    if found:
-        found[-1] += f'. A Trainer fills in what is "{UNSET}"; here nothing does, and results depend on it'
-        raise ConfigError(found, str(source) if isinstance(source, str | Path) else "the configuration")
+    problems = [f'{path} = "{UNSET}": {remedies[path]}' for path in unfilled if path in remedies]
+    if problems:
+        problems[-1] += f'. A Trainer fills in what is "{UNSET}"; here nothing does, and results depend on it'
+        raise ConfigError(problems, str(source) if isinstance(source, str | Path) else "the configuration")
 
 
 def tell_unset(

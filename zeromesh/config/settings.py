@@ -248,8 +248,8 @@ class Settings(Section):
         Raises:
             ConfigError: ``train = micro x accumulation x data_size`` does not hold or has no whole solution.
         """
-        given = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
-        batch = solve_batch(*given, data_size, elastic)
+        batch_sizes = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
+        batch = solve_batch(*batch_sizes, data_size, elastic)
         # Only what was set: a default that is passed on would count as written by the user, and would be printed.
         values = self.model_dump(exclude_unset=True) | {
             "train_batch_size": batch.train,
@@ -326,28 +326,30 @@ class Settings(Section):
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
         switches = {name: getattr(self, name).enabled for name in ("fp16", "bf16", "torch_autocast")}
-        found = problems(self.zero_optimization, self.communication, self.across_nodes, switches)
+        messages = problems(self.zero_optimization, self.communication, self.across_nodes, switches)
         fp16 = switches["fp16"] or (switches["torch_autocast"] and self.torch_autocast.dtype == "fp16")
-        found += low_precision_problems(self.bf16, self.zero_optimization)
+        messages += low_precision_problems(self.bf16, self.zero_optimization)
         if self.float8.enabled and fp16:
-            found.append("float8.enabled is true, and products in float8 give bf16 or fp32, not fp16; set bf16.enabled")
+            messages.append(
+                "float8.enabled is true, and products in float8 give bf16 or fp32, not fp16; set bf16.enabled"
+            )
         if self.compile.mode is not None and self.compile.backend != "inductor":
-            found.append(
+            messages.append(
                 f"compile.mode is {self.compile.mode!r}, which only inductor has, but compile.backend is "
                 f"{self.compile.backend!r}; leave one of them out"
             )
         if self.float8.gather:
             tensor = self.model_sizes["tensor"]
-            found += gather_problems(self.zero_optimization, self.float8, self.across_nodes[0], tensor)
+            messages += gather_problems(self.zero_optimization, self.float8, self.across_nodes[0], tensor)
             if switches["torch_autocast"]:
-                found.append(
+                messages.append(
                     "float8.gather is true, but under autocast weights are rounded to another dtype first; leave it "
                     "out, or set bf16.enabled in the place of torch_autocast"
                 )
         if self.model is not None and self.huggingface is not None:
-            found.append("model and huggingface both describe the model to train; keep one of them")
+            messages.append("model and huggingface both describe the model to train; keep one of them")
         if self.embedding_tables.device == "nvme" and self.embedding_tables.nvme_path is None:
-            found.append("embedding_tables.device is nvme; name a folder with embedding_tables.nvme_path")
+            messages.append("embedding_tables.device is nvme; name a folder with embedding_tables.nvme_path")
         devices = {
             "zero_optimization.offload_optimizer": self.zero_optimization.optimizer_device,
             "zero_optimization.offload_param": self.zero_optimization.parameter_device,
@@ -355,22 +357,22 @@ class Settings(Section):
         }
         on_disk = next((f"{name}.device" for name, device in devices.items() if device == "nvme"), None)
         if self.checkpoint.peer_copies and on_disk:
-            found.append(
+            messages.append(
                 f"checkpoint.peer_copies copies the state to memory, but {on_disk} is nvme, for states that do not fit "
                 "there; set checkpoint.peer_copies to 0, or the device to cpu"
             )
         if self.lora is not None and self.huggingface is None:
-            found.append("lora needs a model of transformers; name its folder with huggingface.path")
+            messages.append("lora needs a model of transformers; name its folder with huggingface.path")
         if self.curriculum_learning.enabled and self.model_sizes["pipeline"] > 1:
-            found.append(
+            messages.append(
                 "curriculum_learning cuts samples, and stages exchange activations of one size; set mesh.pipeline to 1"
             )
         if self.huggingface is not None and self.huggingface.quantization is not None:
-            found += train.problems_of_quantization(self.lora, max(self.mesh.tensor, 1))
+            messages += train.problems_of_quantization(self.lora, max(self.mesh.tensor, 1))
         if self.lora is not None and self.lora.plus_ratio is not None:
-            found += train.problems_of_rates(self.optimizer, self.scheduler)
-        if found:
-            raise ConfigError(found)
+            messages += train.problems_of_rates(self.optimizer, self.scheduler)
+        if messages:
+            raise ConfigError(messages)
         return self
 
 
@@ -396,32 +398,32 @@ class Resolved(Settings):
 @cache
 def entries() -> dict[str, Entry]:
     """Return every key by its dotted path, with those that are not in the settings at the end."""
-    found = catalogue(Settings)
+    keys_by_path = catalogue(Settings)
     for path in [*WITHOUT_EFFECT, *NOT_YET]:
         inside = any(other.startswith(f"{path}.") for other in NOT_YET)
-        found.setdefault(path, Entry(path, "anything", None, False, "", inside))
-    return found
+        keys_by_path.setdefault(path, Entry(path, "anything", None, False, "", inside))
+    return keys_by_path
 
 
 def _validate(document: dict[str, Any], source: str) -> Settings:
-    found: list[str] = []
+    messages: list[str] = []
     settings = None
     try:
         settings = Settings.model_validate(without_unread(document))
     except ValidationError as error:
-        found = explain(error, entries())
+        messages = explain(error, entries())
     # All problems come in one error, so that a file is mended once.
-    found = [*found, *gone_problems(document), *efficiency_problems(document)]
-    found += not_yet_problems(document, found)
-    if found or settings is None:
-        raise ConfigError(found, source)
+    messages = [*messages, *gone_problems(document), *efficiency_problems(document)]
+    messages += not_yet_problems(document, messages)
+    if messages or settings is None:
+        raise ConfigError(messages, source)
     return settings
 
 
-def _only(given: Mapping[str, int]) -> int:
+def _only(written_sizes: Mapping[str, int]) -> int:
     """Return the one size above 1 that several keys give, or 1."""
-    sizes = {key: size for key, size in given.items() if size > 1}  # 1 is every key's default
+    sizes = {key: size for key, size in written_sizes.items() if size > 1}  # 1 is every key's default
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{key} = {size}" for key, size in sizes.items())
         raise ConfigError([f"{listed}; they mean the same, keep one of them"])
-    return max(given.values())
+    return max(written_sizes.values())

@@ -53,12 +53,12 @@ def require_agreement(document: Mapping[str, Any], options: Mapping[str, Any]) -
 
     Accelerate takes the configuration's value without a word, and with an option whose key is absent does nothing.
     """
-    found = {name: look_up(document, PLUGIN_OPTIONS[name])[1] for name in options}
+    values = {name: look_up(document, PLUGIN_OPTIONS[name])[1] for name in options}
     # An absent key switches nothing on, and neither does such a value.
-    agrees = {name: now == options[name] or (now is None and options[name] in _OFF) for name, now in found.items()}
+    agrees = {name: now == options[name] or (now is None and options[name] in _OFF) for name, now in values.items()}
     lines = [
         f"{name}={options[name]!r}, but the configuration has "
-        + (f"no {PLUGIN_OPTIONS[name]}" if found[name] is None else repr(found[name]))
+        + (f"no {PLUGIN_OPTIONS[name]}" if values[name] is None else repr(values[name]))
         for name in options
         if options[name] is not None and not agrees[name]
     ]
@@ -142,8 +142,8 @@ def _with_defaults(document: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
 
 def _without_auto(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return a document without "auto", and without the sections that had nothing else."""
-    kept = {name: _without_auto(value) if isinstance(value, dict) else value for name, value in document.items()}
-    return {name: value for name, value in kept.items() if not is_unset(value) and (value or not document[name])}
+    stripped = {name: _without_auto(value) if isinstance(value, dict) else value for name, value in document.items()}
+    return {name: value for name, value in stripped.items() if not is_unset(value) and (value or not document[name])}
 
 
 def ranks_in(document: Mapping[str, Any], axis: str) -> int:

@@ -42,7 +42,9 @@ class WrittenRun(NamedTuple):
 def stage_of(row: PlacementRow) -> int:
     """Return the ZeRO number of a row, whatever its tiers are."""
     places = (row.parameter, row.gradient, row.optimizer)
-    return next(n for n, one in ROWS.items() if (one.parameter, one.gradient, one.optimizer) == places)
+    return next(
+        n for n, candidate in ROWS.items() if (candidate.parameter, candidate.gradient, candidate.optimizer) == places
+    )
 
 
 def row_name(row: PlacementRow) -> str:
@@ -73,7 +75,7 @@ def document_of(run: WrittenRun) -> dict[str, Any]:
     if row.optimizer_tier is not Tier.DEVICE:
         zero["offload_optimizer"] |= {"ratio": row.offloaded} if row.offloaded < 1 else {}
         zero["offload_optimizer"] |= {"split_master": True} if row.split else {}
-    found: dict[str, Any] = {
+    document: dict[str, Any] = {
         "train_batch_size": run.train,
         "train_micro_batch_size_per_gpu": run.micro,
         "gradient_accumulation_steps": run.accumulation,
@@ -85,25 +87,25 @@ def document_of(run: WrittenRun) -> dict[str, Any]:
         "mesh": axes | ({"data": run.axes.get("data", 1)} if axes.get("replicate") else {}),
     }
     slots = {"parameter": run.parameter_slots, "gradient": run.gradient_slots}
-    found["slots"] = {name: count for name, count in slots.items() if count is not None}
+    document["slots"] = {name: count for name, count in slots.items() if count is not None}
     if run.axes.get("pipeline", 1) > 1:
-        found["pipeline"] = {"schedule": run.schedule} | ({"chunks": run.chunks} if run.chunks > 1 else {})
+        document["pipeline"] = {"schedule": run.schedule} | ({"chunks": run.chunks} if run.chunks > 1 else {})
     if run.sequence and run.axes.get("tensor", 1) > 1:
-        found["tensor_parallel"] = {"sequence": True}
+        document["tensor_parallel"] = {"sequence": True}
     if run.recompute:
-        found["activation_checkpointing"] = {"enabled": True}
-        found["activation_checkpointing"] |= {"granularity": run.recompute} if run.recompute != "full" else {}
-        found["activation_checkpointing"] |= {"cpu_checkpointing": True} if run.activations_on_host else {}
-    return {key: value for key, value in found.items() if value != {}}
+        document["activation_checkpointing"] = {"enabled": True}
+        document["activation_checkpointing"] |= {"granularity": run.recompute} if run.recompute != "full" else {}
+        document["activation_checkpointing"] |= {"cpu_checkpointing": True} if run.activations_on_host else {}
+    return {key: value for key, value in document.items() if value != {}}
 
 
-def completed_document(own: Mapping[str, Any], planned: Mapping[str, Any]) -> dict[str, Any]:
+def completed_document(document: Mapping[str, Any], planned: Mapping[str, Any]) -> dict[str, Any]:
     """Return a user's document with a plan's layout in it; the user's optimizer and clipping stay."""
-    kept = ("optimizer", "gradient_clipping")
+    users_keys = ("optimizer", "gradient_clipping")
     # A layout that says nothing of these has none of them.
     layout = ("mesh", "slots", "pipeline", "tensor_parallel", "activation_checkpointing", "bf16", "fp16", "bfloat16")
-    rest = {key: value for key, value in own.items() if key not in layout}
-    return rest | {key: value for key, value in planned.items() if key not in kept or key not in own}
+    rest = {key: value for key, value in document.items() if key not in layout}
+    return rest | {key: value for key, value in planned.items() if key not in users_keys or key not in document}
 
 
 def trains_itself(document: Mapping[str, Any]) -> bool:

@@ -89,8 +89,8 @@ class ZeroOptimization(Section):
         if section is None:
             return None
         # DeepSpeed's SuperOffload updates everything so; a share that is given takes precedence.
-        given = section.update_during_backward
-        return 1.0 if given is None and section.super_offload else given
+        share = section.update_during_backward
+        return 1.0 if share is None and section.super_offload else share
 
     @property
     def row_options(self) -> OffloadOptimizer:

@@ -99,11 +99,13 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     engine = newest_engine()
     if engine is None:
         raise RuntimeError("there is no engine whose collectives could be shown; call this after initialize")
-    found = engine.traffic_report()
+    report = engine.traffic_report()
     if return_dict:
-        return found
+        return report
     if dist.get_rank() == 0:
-        lines = (f"\n  {name:<28}{row['calls']:>10.0f} calls{row['bytes']:>16.0f} bytes" for name, row in found.items())
+        lines = (
+            f"\n  {name:<28}{row['calls']:>10.0f} calls{row['bytes']:>16.0f} bytes" for name, row in report.items()
+        )
         _log.info("collectives of rank 0 since the last reset:%s", "".join(lines))
     return None
 

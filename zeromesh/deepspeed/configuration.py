@@ -17,12 +17,12 @@ _CLIPS_AT = 1.0
 
 def clip_by_default(document: dict[str, Any]) -> list[Change]:
     """Let a configuration that does not say otherwise clip gradients as DeepSpeed does; return the change."""
-    given = document.get("gradient_clipping")
-    if "gradient_clipping" in document and not is_unset(given):
+    norm = document.get("gradient_clipping")
+    if "gradient_clipping" in document and not is_unset(norm):
         return []
     document["gradient_clipping"] = _CLIPS_AT
     why = "DeepSpeed clips at this norm unless the key says otherwise; 0 does not clip"
-    return [Change("gradient_clipping", given, f"{_CLIPS_AT}", why)]
+    return [Change("gradient_clipping", norm, f"{_CLIPS_AT}", why)]
 
 
 class DeepSpeedConfig:

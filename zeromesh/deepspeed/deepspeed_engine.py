@@ -123,12 +123,12 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
         """Accept a conversion, as ``engine.to(device)``, that changes nothing; initialize has placed the parameters."""
         for parameter in self.module.parameters():
             like = torch.empty(0, dtype=parameter.dtype, device=self.device)
-            made = fn(like)
-            if (made.dtype, made.device) != (like.dtype, like.device):
+            converted = fn(like)
+            if (converted.dtype, converted.device) != (like.dtype, like.device):
                 raise ValueError(
-                    f"the engine's parameters are {like.dtype} on {like.device}, and cannot become {made.dtype} on "
-                    f"{made.device}: initialize has placed them; convert the model before it, or set the precision "
-                    "in the configuration"
+                    f"the engine's parameters are {like.dtype} on {like.device}, and cannot become {converted.dtype} "
+                    f"on {converted.device}: initialize has placed them; convert the model before it, or set the "
+                    "precision in the configuration"
                 )
         return self
 
@@ -232,8 +232,8 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
             )
         if micro_batch_size < 1:
             raise ValueError(f"micro_batch_size is {micro_batch_size}; it must be at least 1")
-        whole = micro_batch_size * self.gradient_accumulation_steps() * self.mesh.data_size
-        sizes = {"train_micro_batch_size_per_gpu": micro_batch_size, "train_batch_size": whole}
+        train_size = micro_batch_size * self.gradient_accumulation_steps() * self.mesh.data_size
+        sizes = {"train_micro_batch_size_per_gpu": micro_batch_size, "train_batch_size": train_size}
         self.config = self._settings.model_copy(update=sizes)
 
     def deepspeed_io(
@@ -270,8 +270,8 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
         self._batch_fn = fn
 
     def _batches(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
-        found = super()._batches(data_iter)
-        return found if self._batch_fn is None else map(self._batch_fn, found)
+        batches = super()._batches(data_iter)
+        return batches if self._batch_fn is None else map(self._batch_fn, batches)
 
     # States.
 

@@ -41,8 +41,8 @@ class DeviceInterface:
         if name.endswith("Tensor") and hasattr(torch, name):
             return getattr(torch if self._name == "cpu" else self._module, name)
         if hasattr(self._module, name):
-            found = getattr(self._module, name)
-            return _renamed(found) if isfunction(found) else found
+            attribute = getattr(self._module, name)
+            return _renamed(attribute) if isfunction(attribute) else attribute
         if name in _BUILDERS:
             raise NotImplementedError(
                 f"get_accelerator().{name} is not available here: nothing is compiled at run time"
@@ -69,8 +69,8 @@ class DeviceInterface:
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """Return the floating-point dtypes that models can be trained in."""
-        found = [(torch.half, self.is_fp16_supported()), (torch.bfloat16, self.is_bf16_supported())]
-        return [torch.float, *(dtype for dtype, here in found if here)]
+        candidates = [(torch.half, self.is_fp16_supported()), (torch.bfloat16, self.is_bf16_supported())]
+        return [torch.float, *(dtype for dtype, here in candidates if here)]
 
     def get_compile_backend(self) -> str:
         """Return the backend of ``torch.compile``."""
@@ -78,9 +78,9 @@ class DeviceInterface:
 
     def set_compile_backend(self, backend: str) -> None:
         """Set the backend that ``get_compile_backend`` returns."""
-        known = torch.compiler.list_backends(exclude_tags=())
-        if backend not in known:
-            raise ValueError(f"{backend!r} is no backend of torch.compile; it must be one of {', '.join(known)}")
+        backends = torch.compiler.list_backends(exclude_tags=())
+        if backend not in backends:
+            raise ValueError(f"{backend!r} is no backend of torch.compile; it must be one of {', '.join(backends)}")
         self._compile_backend = backend
 
 
@@ -198,13 +198,13 @@ _ON_DEVICE: dict[str, Any] = {
 @cache
 def get_accelerator() -> DeviceInterface:
     """Return the accelerator of this process: torch's where there is one, else the CPU."""
-    found = torch.accelerator.current_accelerator(check_available=True)
+    device = torch.accelerator.current_accelerator(check_available=True)
     wanted = os.environ.get("DS_ACCELERATOR")
-    if wanted not in (None, "cpu", None if found is None else found.type):
+    if wanted not in (None, "cpu", None if device is None else device.type):
         raise ValueError(
-            f"DS_ACCELERATOR is {wanted!r}, but this machine has {found}; set it to 'cpu', or leave it out"
+            f"DS_ACCELERATOR is {wanted!r}, but this machine has {device}; set it to 'cpu', or leave it out"
         )
-    return DeviceInterface("cpu" if found is None or wanted == "cpu" else found.type)
+    return DeviceInterface("cpu" if device is None or wanted == "cpu" else device.type)
 
 
 def is_current_accelerator_supported() -> bool:

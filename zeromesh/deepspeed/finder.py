@@ -93,10 +93,10 @@ class Finder(DistributionFinder, MetaPathFinder, Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the module: a new one under its own name, the same one under any other."""
         dotted = _dotted(spec.name)
-        own = f"{OWN}.{names.SAME.get(dotted, dotted)}".rstrip(".")
-        if spec.name == own:
-            return TableModule(own)
-        module = import_module(own)
+        own_name = f"{OWN}.{names.SAME.get(dotted, dotted)}".rstrip(".")
+        if spec.name == own_name:
+            return TableModule(own_name)
+        module = import_module(own_name)
         self._own_specs[spec.name] = module.__spec__
         return module
 

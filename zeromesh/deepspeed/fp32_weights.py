@@ -43,7 +43,7 @@ def _tensors(folder: str | Path, tag: str | None, exclude_frozen: bool) -> Itera
         value = reader.tensor(f"parameter/{name}") if f"parameter/{name}" in reader.names else torch.empty(0)
         value = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
         yield name, value
-        yield from ((other, value) for other, own in reader.manifest.get("tied", {}).items() if own == name)
+        yield from ((other, value) for other, source in reader.manifest.get("tied", {}).items() if source == name)
     for name in sorted(name for name in reader.names if name.startswith("buffer/")):
         yield name.removeprefix("buffer/"), reader.tensor(name)
 
@@ -111,10 +111,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def _bytes(size: str | int | None) -> int:
     if size is None or isinstance(size, int):
         return size or 2**63
-    found = re.fullmatch(r"([\d.]+)\s*([KMG]i?B)", size, re.IGNORECASE)
-    if found is None:
+    match = re.fullmatch(r"([\d.]+)\s*([KMG]i?B)", size, re.IGNORECASE)
+    if match is None:
         raise ValueError(f"max_shard_size is {size!r}; give a number of bytes, or text such as '5GB' or '500MB'")
-    return int(float(found[1]) * SIZES[found[2].upper()])
+    return int(float(match[1]) * SIZES[match[2].upper()])
 
 
 def leave_script(folder: Path) -> None:

@@ -26,22 +26,22 @@ def _mark(
 ) -> tuple[list[nn.Module], list[object]]:
     """Mark modules that match, or take the mark away; return them, and what matched none."""
     named, wanted = list(model.named_modules()), list(wanted) if isinstance(wanted, list | tuple) else [wanted]
-    found = [module for name, module in named if any(match(name, module, one) for one in wanted)]
-    missing = [one for one in wanted if not any(match(name, module, one) for name, module in named)]
-    if raises and (missing if all_have_to_match else not found):
+    matching = [module for name, module in named if any(match(name, module, pattern) for pattern in wanted)]
+    missing = [pattern for pattern in wanted if not any(match(name, module, pattern) for name, module in named)]
+    if raises and (missing if all_have_to_match else not matching):
         kinds = sorted({type(module).__name__ for _, module in named})
         raise ValueError(f"{missing or wanted} match no module of the model; its classes are {', '.join(kinds)}")
     late = next(
-        (m for m in found if is_leaf(m) != leaf and any(engine_of(p) is not None for p in m.parameters())), None
+        (m for m in matching if is_leaf(m) != leaf and any(engine_of(p) is not None for p in m.parameters())), None
     )
     if late is not None:
         raise ValueError(
             f"a {type(late).__name__} belongs to an engine, which has found its units already; call this before "
             "initialize"
         )
-    for module in found:
+    for module in matching:
         mark_leaf(module, leaf)
-    return found, missing
+    return matching, missing
 
 
 def set_z3_leaf_modules(
@@ -66,7 +66,7 @@ def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[object]]:
     """Mark modules by their names in the model; return them, and the names of none."""
-    return _mark(model, module_names, flag, raise_if_not_found, lambda name, module, one: name == one, True)
+    return _mark(model, module_names, flag, raise_if_not_found, lambda name, module, pattern: name == pattern, True)
 
 
 def set_z3_leaf_modules_by_suffix(
@@ -74,13 +74,13 @@ def set_z3_leaf_modules_by_suffix(
 ) -> tuple[list[nn.Module], list[object]]:
     """Mark modules by the ends of their names in the model; return them, and the ends that match none."""
     return _mark(
-        model, module_name_suffixes, flag, raise_if_not_found, lambda name, module, one: name.endswith(str(one)), True
+        model, module_name_suffixes, flag, raise_if_not_found, lambda name, module, end: name.endswith(str(end)), True
     )
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Mark this module as a leaf, or take the mark away."""
-    _mark(model, [""], flag, True, lambda name, module, one: name == one)
+    _mark(model, [""], flag, True, lambda name, module, pattern: name == pattern)
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:

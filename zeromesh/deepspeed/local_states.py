@@ -39,8 +39,8 @@ def _local(parameter: nn.Parameter, pick: Pick) -> torch.Tensor | None:
     flat.load_states()
     if not flat.layout.trainable:
         return None
-    found = next((pick(flat, local, piece) for at, local, piece in flat.pieces if at == index), flat.master[:0])
-    return None if found is None else found.detach().reshape(-1).clone()
+    state = next((pick(flat, local, piece) for at, local, piece in flat.pieces if at == index), flat.master[:0])
+    return None if state is None else state.detach().reshape(-1).clone()
 
 
 def _is_fixed(parameter: nn.Parameter) -> bool:
@@ -85,9 +85,9 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     Raises:
         ValueError: this is not between backward and ``step``, at stage 1 or 2.
     """
-    found, engine = zero.safe_get_full_grad(param), owners.engine_of(param)
-    if found is not None or engine is None or owners.is_elsewhere(param):
-        return found
+    gradient, engine = zero.safe_get_full_grad(param), owners.engine_of(param)
+    if gradient is not None or engine is None or owners.is_elsewhere(param):
+        return gradient
     _, flat, index = zero.place_of(param)
     if engine.sharded.reducer.begun and flat.layout.trainable:
         return torch.zeros(flat.layout.segments[index].held.whole, dtype=flat.master.dtype, device=flat.master.device)
@@ -105,8 +105,8 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     Raises:
         ValueError, or KeyError at stage 3: there is no such state.
     """
-    found = zero.safe_get_full_optimizer_state(param, optim_state_key)
-    return _unmade(param, optim_state_key) if found is None else found
+    state = zero.safe_get_full_optimizer_state(param, optim_state_key)
+    return _unmade(param, optim_state_key) if state is None else state
 
 
 def _unmade(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
@@ -160,18 +160,18 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
         return None
     complete_together(engine.sharded.reducer, engine.mesh)
     shard = _gradient(param)
-    found = _local(param, lambda flat, local, piece: None if shard is None else shard[local])
-    return None if found is None else found * engine.gradient_factor
+    gradient = _local(param, lambda flat, local, piece: None if shard is None else shard[local])
+    return None if gradient is None else gradient * engine.gradient_factor
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """Return this rank's elements of one of the optimizer's states; errors are those of the whole's."""
-    found = _local(param, lambda flat, local, piece: zero.state_of(param, piece, optim_state_key))
-    if found is not None or (whole := _unmade(param, optim_state_key)) is None:
-        return found
+    state = _local(param, lambda flat, local, piece: zero.state_of(param, piece, optim_state_key))
+    if state is not None or (unmade := _unmade(param, optim_state_key)) is None:
+        return state
     _, flat, index = zero.place_of(param)
     # There is a piece, since ``_local`` is empty without one.
-    return whole.new_zeros(next(piece.parameter.numel() for at, _, piece in flat.pieces if at == index))
+    return unmade.new_zeros(next(piece.parameter.numel() for at, _, piece in flat.pieces if at == index))
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:

@@ -27,7 +27,7 @@ _LAST = inspect.Parameter("last_batch_iteration", inspect.Parameter.POSITIONAL_O
 def _parameters(name: str) -> list[inspect.Parameter]:
     """Return the parameters of a schedule in DeepSpeed's order, which is that of its function here."""
     declared = list(inspect.signature(SCHEDULES[name]).parameters.values())[2:]
-    return [*(one.replace(kind=_LAST.kind) for one in declared), _LAST]
+    return [*(parameter.replace(kind=_LAST.kind) for parameter in declared), _LAST]
 
 
 def _signature(name: str) -> inspect.Signature:
@@ -57,17 +57,17 @@ class _Named(RateSchedule):
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"{type(optimizer).__name__} is not a torch optimizer; build the schedule over one")
         bound.apply_defaults()
-        given = {key: value for key, value in bound.arguments.items() if key != "optimizer" and value is not None}
-        start = given.pop("last_batch_iteration")
+        arguments = {key: value for key, value in bound.arguments.items() if key != "optimizer" and value is not None}
+        start = arguments.pop("last_batch_iteration")
         for key in ("warmup_num_steps", "lr_range_test_step_size"):
-            if key in given and (type(given[key]) is not int or given[key] < 1):
-                raise ValueError(f"{key} must be a positive integer, got {given[key]!r}; it is a number of updates")
-        if given.get("warmup_type", WARMUP_LOG_RATE) not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
+            if key in arguments and (type(arguments[key]) is not int or arguments[key] < 1):
+                raise ValueError(f"{key} must be a positive integer, got {arguments[key]!r}; it is a number of updates")
+        if arguments.get("warmup_type", WARMUP_LOG_RATE) not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
             _log.warning(
-                "warmup_type %r is neither 'log' nor 'linear': it is 'log' (as in DeepSpeed)", given["warmup_type"]
+                "warmup_type %r is neither 'log' nor 'linear': it is 'log' (as in DeepSpeed)", arguments["warmup_type"]
             )
-            given["warmup_type"] = WARMUP_LOG_RATE
-        curves, params = curves_of(name, given, optimizer)
+            arguments["warmup_type"] = WARMUP_LOG_RATE
+        curves, params = curves_of(name, arguments, optimizer)
         if "warmup_num_steps" in params:
             params["warmup_num_steps"] = max(2, params["warmup_num_steps"])
         vars(self).update({re.sub("^(lr_range_test_|cycle_(?!momentum))", "", key): params[key] for key in params})
@@ -76,16 +76,16 @@ class _Named(RateSchedule):
         self._bounds(params)
 
     def _bounds(self, params: Mapping[str, Any]) -> None:
-        own = [float(group["initial_lr"]) for group in self.optimizer.param_groups]
+        initial_rates = [float(group["initial_lr"]) for group in self.optimizer.param_groups]
 
         def per_group(end: str) -> list[float]:
-            value = next((params[key] for key in params if key.endswith(end)), own)
-            return list(value) if isinstance(value, list | tuple) else [value] * len(own)
+            value = next((params[key] for key in params if key.endswith(end)), initial_rates)
+            return list(value) if isinstance(value, list | tuple) else [value] * len(initial_rates)
 
         if self.name == LR_RANGE_TEST:
             self.min_lr = per_group("_min_lr")
         elif self.name == WARMUP_COSINE_LR:  # whose rates are parts of the groups' own
-            self.org_lrs = own
+            self.org_lrs = initial_rates
         else:
             self.min_lrs, self.max_lrs = per_group("_min_lr"), per_group("_max_lr")
             self.delta_lrs = [high - low for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
@@ -101,7 +101,7 @@ class _Named(RateSchedule):
     def get_lr(self) -> list[float]:
         """Return the learning rate of each group at the present update."""
         position = self.last_batch_iteration
-        return [curve(position, own)[0] for curve, own in zip(self._curves, self._own, strict=True)]
+        return [curve(position, rate)[0] for curve, rate in zip(self._curves, self._own, strict=True)]
 
     def get_last_lr(self) -> list[float]:
         """Return the learning rate of each group, as set last.
@@ -154,21 +154,22 @@ class OneCycle(_Named):
 def configured(document: Mapping[str, Any]) -> Callable[[Optimizer], RateSchedule] | None:
     """Return what makes the scheduler of a configuration over an optimizer; None if it names none of these."""
     section, params = "scheduler", "params"
-    found = document.get(section)
-    found = found if isinstance(found, Mapping) else {}
-    cls = {name.lower(): globals()[name] for name in VALID_LR_SCHEDULES}.get(str(found.get("type")).lower())
+    scheduler = document.get(section)
+    scheduler = scheduler if isinstance(scheduler, Mapping) else {}
+    cls = {name.lower(): globals()[name] for name in VALID_LR_SCHEDULES}.get(str(scheduler.get("type")).lower())
     if cls is None:
         return None
-    given, known = without_auto(found.get(params) or {}), [one.name for one in _parameters(cls.__name__)]
-    for key in given:
-        if key not in known:
-            raise unknown_parameter("scheduler.params", key, cls.__name__, known)
+    options = without_auto(scheduler.get(params) or {})
+    parameter_names = [parameter.name for parameter in _parameters(cls.__name__)]
+    for key in options:
+        if key not in parameter_names:
+            raise unknown_parameter("scheduler.params", key, cls.__name__, parameter_names)
 
     def make(optimizer: Optimizer) -> RateSchedule:
         try:
-            made: RateSchedule = cls(optimizer, **given)
+            schedule: RateSchedule = cls(optimizer, **options)
         except TypeError as error:
-            raise ValueError(f"scheduler {cls.__name__} with scheduler.params = {given}: {error}") from None
-        return made
+            raise ValueError(f"scheduler {cls.__name__} with scheduler.params = {options}: {error}") from None
+        return schedule
 
     return make

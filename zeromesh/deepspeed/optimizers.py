@@ -35,7 +35,7 @@ def _keep_fp32(optimizer: Optimizer) -> None:
     def begin(optimizer: Any, *ignored: Any) -> None:
         # Under an engine these are pieces of masters, which have the dtype that the configuration says.
         for group in [] if "cur_scale" in vars(optimizer) else optimizer.param_groups:
-            group["params"] = [widened(one, optimizer.state) for one in group["params"]]
+            group["params"] = [widened(parameter, optimizer.state) for parameter in group["params"]]
 
     def widened(parameter: torch.Tensor, states: Any) -> torch.Tensor:
         if parameter.grad is None or parameter.dtype not in _NARROW:
@@ -49,23 +49,23 @@ def _keep_fp32(optimizer: Optimizer) -> None:
 
     def end(optimizer: Any, *ignored: Any) -> None:
         for group in optimizer.param_groups:
-            group["params"] = [narrow.get(one, one) for one in group["params"]]
+            group["params"] = [narrow.get(updated, updated) for updated in group["params"]]
         with torch.no_grad():
             for wide, parameter in narrow.items():
                 parameter.copy_(wide)
                 _move(optimizer.state, wide, parameter)
         narrow.clear()
 
-    given: list[dict[str, Any]] = []
+    documents: list[dict[str, Any]] = []
 
     def before_load(optimizer: Any, document: dict[str, Any]) -> None:
-        given.append(document)
+        documents.append(document)
 
     def after_load(optimizer: Any) -> None:
         # torch has made them as narrow as the parameters.
-        document = given.pop()
+        document = documents.pop()
         numbers = [number for group in document["param_groups"] for number in group["params"]]
-        members = [one for group in optimizer.param_groups for one in group["params"]]
+        members = [member for group in optimizer.param_groups for member in group["params"]]
         for number, parameter in zip(numbers, members, strict=True):
             for key, value in document["state"].get(number, {}).items():
                 now = optimizer.state[parameter][key]

@@ -63,24 +63,24 @@ class ZeroInit(zero.Init):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = signature(zero.Init).bind(*args, **kwargs).arguments
-        dtype, self._before = given.pop("dtype", None), torch.get_default_dtype()
+        arguments = signature(zero.Init).bind(*args, **kwargs).arguments
+        dtype, self._before = arguments.pop("dtype", None), torch.get_default_dtype()
         if isinstance(dtype, str):
             raise ValueError(f"zero.Init: dtype is {dtype!r}; pass a dtype of torch, such as torch.bfloat16")
-        config = given.get("config_dict_or_path") or given.get("config")
+        config = arguments.get("config_dict_or_path") or arguments.get("config")
         asked = Precision() if config is None else Settings.load(adopt(config)[0], tells=False).precision
         self._precision = asked if dtype is None else dataclasses.replace(asked, compute=dtype)
         self._roots: dict[nn.Module, None] = {}  # modules that were built here, and are in no other
         self._notes: list[Any] = []  # hooks that find them; an object may be entered again inside of itself
         for name in ("data_parallel_group", "zero_param_parallel_group", "sequence_data_parallel_group"):
-            group = given.get(name)
+            group = arguments.get(name)
             if isinstance(group, dist.ProcessGroup) and group.size() == dist.get_world_size():
-                del given[name]
-        super().__init__(**given)
+                del arguments[name]
+        super().__init__(**arguments)
         # As in DeepSpeed, the first use of it may be what starts the process group.
-        if given.get("enabled", True) and not dist.is_initialized():
+        if arguments.get("enabled", True) and not dist.is_initialized():
             init_distributed()
-        for parameter in given["module"].parameters() if given.get("module") is not None else ():
+        for parameter in arguments["module"].parameters() if arguments.get("module") is not None else ():
             _BUILT[parameter] = ZeroParamStatus.NOT_AVAILABLE
 
     def __enter__(self) -> ZeroInit:
@@ -180,14 +180,14 @@ def GatheredParameters(
     values.
     """
     members = zero.tensors_of(params)
-    early = [one for one in members if enabled and one in _BUILT and owners.engine_of(one) is None]
+    early = [member for member in members if enabled and member in _BUILT and owners.engine_of(member) is None]
     for parameter in early:
         if is_deferred(parameter):
             replace(parameter, replayed(parameter))
         _send(parameter, 0)  # small ones were made by each rank
         _BUILT[parameter] = ZeroParamStatus.AVAILABLE
     # As in DeepSpeed, what is written counts only if a rank is named whose values do.
-    before = [one.detach().clone() for one in early if modifier_rank is None]
+    before = [member.detach().clone() for member in early if modifier_rank is None]
     with zero.GatheredParameters(members, modifier_rank, fwd_module, enabled):
         yield
     with torch.no_grad():

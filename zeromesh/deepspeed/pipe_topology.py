@@ -63,16 +63,20 @@ class ProcessTopology:
 
     def lines(self, along: set[str]) -> list[list[int]]:
         """Return the lists of ranks whose coordinates differ along some axes only."""
-        found: dict[Any, list[int]] = {}
+        ranks_by_key: dict[Any, list[int]] = {}
         for coordinate, rank in self.mapping.items():
             key = tuple(place for axis, place in coordinate._asdict().items() if axis not in along)
-            found.setdefault(key, []).append(rank)
-        return list(found.values())
+            ranks_by_key.setdefault(key, []).append(rank)
+        return list(ranks_by_key.values())
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
         """Return the ranks with some coordinates."""
         wanted = filter_kwargs.items()
-        return [rank for one, rank in self.mapping.items() if all(getattr(one, axis) == at for axis, at in wanted)]
+        return [
+            rank
+            for coordinate, rank in self.mapping.items()
+            if all(getattr(coordinate, axis) == at for axis, at in wanted)
+        ]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
         """Return the ranks at one place along an axis."""
@@ -148,11 +152,13 @@ class PipelineParallelGrid:
         for (kind, names), lines in zip(_KINDS.items(), lists, strict=True):
             pairs = [(ranks, prove(dist.new_group(ranks))) for ranks in lines]
             ranks, group = next(pair for pair in pairs if self.global_rank in pair[0])
-            found = {"rank": ranks.index(self.global_rank), "world_size": len(ranks)}
+            position = {"rank": ranks.index(self.global_rank), "world_size": len(ranks)}
             # The short names have the list of ranks as their group.
             ends = {kind: {"group": ranks, "proc_group": group}}
             ends |= {name: {"group": group, "group_ranks": ranks} for name in names}
-            vars(self).update({f"{name}_{end}": value for name in ends for end, value in (found | ends[name]).items()})
+            vars(self).update(
+                {f"{name}_{end}": value for name in ends for end, value in (position | ends[name]).items()}
+            )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("get_") and name[4:] in vars(self):

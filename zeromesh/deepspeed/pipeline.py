@@ -59,15 +59,15 @@ class StagedModule(PipelineModule):
     def parts(self) -> list[int]:
         """First layer of each stage, and the number of layers."""
         stages = self.num_stages or len(self.starts)
-        known = self.starts if len(self.starts) == stages else starts_of(self.partition_method, examine(self), stages)
-        return [*known, len(self.layers)]
+        starts = self.starts if len(self.starts) == stages else starts_of(self.partition_method, examine(self), stages)
+        return [*starts, len(self.layers)]
 
     @property
     def forward_funcs(self) -> list[Any]:
         """Layers of this rank's stage. The call gives them memory and values; others get theirs in ``initialize``."""
         first, stop = self.parts[self.stage_id : self.stage_id + 2]
         layers = [self.computes_with(number) for number in range(first, stop)]
-        for parameter in (one for layer in layers for one in layer.parameters() if is_deferred(one)):
+        for parameter in (candidate for layer in layers for candidate in layer.parameters() if is_deferred(candidate)):
             replace(parameter, replayed(parameter))
         return layers
 
@@ -133,7 +133,7 @@ class _Evaluated(batches.WithLoss):
 
     def loss(self, model: Callable[..., Any]) -> torch.Tensor:
         """Keep the loss and the outputs; return zero."""
-        inputs, labels = (tuple(one) if isinstance(one, list) else one for one in self.batch)
+        inputs, labels = (tuple(part) if isinstance(part, list) else part for part in self.batch)
         outputs = model(inputs)
         self.keep((outputs if self.loss_fn is None else self.loss_fn(outputs, labels), outputs))
         return torch.zeros(())
@@ -233,15 +233,15 @@ class PipelineEngine(DeepSpeedEngine):
         lacks = data_iter is None and self._passes is None and self.training_dataloader is None
         pipeline = self.mesh.group("pipeline")
         lacking = pipeline.exchange(torch.tensor([float(lacks)])).flatten().tolist() if pipeline.size > 1 else [lacks]
-        own = iter(()) if lacks and not all(lacking) else super()._batches(data_iter)
+        micro_batches = iter(()) if lacks and not all(lacking) else super()._batches(data_iter)
         if any(lacking) and not all(lacking):
-            own = self._received(own, lacking.index(0))
-        return own if self._keep is None else map(self._keep, own)
+            micro_batches = self._received(micro_batches, lacking.index(0))
+        return micro_batches if self._keep is None else map(self._keep, micro_batches)
 
-    def _received(self, own: Iterator[Any], source: int) -> Iterator[Any]:
+    def _received(self, micro_batches: Iterator[Any], source: int) -> Iterator[Any]:
         """Yield the micro-batches of one stage on all; DeepSpeed's programs give them to the first and the last."""
         while True:
-            batch = self._shared(next(own, None), source)
+            batch = self._shared(next(micro_batches, None), source)
             if batch is None:
                 return
             yield batch

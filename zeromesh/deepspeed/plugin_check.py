@@ -35,7 +35,7 @@ def _checked(plugin: Any) -> Any:
 
 def find(path: Sequence[str] | None) -> ModuleSpec | None:
     """Return how to import the module of the plugin."""
-    found = PathFinder.find_spec(HOME, path)
-    if found is None or found.origin is None:
-        return found
-    return spec_from_file_location(HOME, found.origin, loader=_CheckedModule(HOME, found.origin))
+    spec = PathFinder.find_spec(HOME, path)
+    if spec is None or spec.origin is None:
+        return spec
+    return spec_from_file_location(HOME, spec.origin, loader=_CheckedModule(HOME, spec.origin))

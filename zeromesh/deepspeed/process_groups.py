@@ -30,18 +30,18 @@ def group_of(kind: str, engine: Any = None) -> Any:
     """Return torch's group of this rank along an axis of an engine's mesh; by default of the newest one's."""
     engine = newest_engine() if engine is None else engine
     if engine is None:
-        found = dist.group.WORLD if kind in ("data_parallel", "sequence_data_parallel") else None
+        group = dist.group.WORLD if kind in ("data_parallel", "sequence_data_parallel") else None
     else:
-        found = engine.mesh.group(AXES[kind]).process_group
-    if found is None:
+        group = engine.mesh.group(AXES[kind]).process_group
+    if group is None:
         world = dist.group.WORLD
         if world is None:
             raise RuntimeError(f"there is no {kind} group yet; call initialize or init_distributed first")
         if world not in _alone:
             # Made by each rank for itself, where an ordinary group needs all of them.
             _alone[world] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        found = _alone[world]
-    return found
+        group = _alone[world]
+    return group
 
 
 _ANSWERS: dict[str, Callable[[str], Any]] = {
@@ -57,10 +57,10 @@ _ANSWERS: dict[str, Callable[[str], Any]] = {
 def __getattr__(name: str) -> Any:
     kind, end = "", ""
     if "get_" in name:
-        whole = name.removeprefix("_").removeprefix("get_")
+        asked_name = name.removeprefix("_").removeprefix("get_")
         # The longest end that fits: ``get_X_group_ranks`` ends in ``group_ranks``.
-        end = max((one for one in _ANSWERS if whole.endswith(f"_{one}")), key=len, default="")
-        kind = whole.removesuffix(f"_{end}") if end else ""
+        end = max((ending for ending in _ANSWERS if asked_name.endswith(f"_{ending}")), key=len, default="")
+        kind = asked_name.removesuffix(f"_{end}") if end else ""
     if kind in AXES:
         return lambda: _ANSWERS[end](kind)
     if kind.startswith(("expert", "max_expert")):

@@ -59,8 +59,8 @@ def _per_group(engine: Engine, name: str) -> list[Any]:
 
 def _times(engine: Engine) -> dict[str, float]:
     """Return the milliseconds of each phase of an update; empty unless the breakdown of time is on."""
-    found = engine.observer.breakdown()
-    return {} if found is None else {name: 1e3 * seconds for name, seconds in found.phases.items()}
+    breakdown = engine.observer.breakdown()
+    return {} if breakdown is None else {name: 1e3 * seconds for name, seconds in breakdown.phases.items()}
 
 
 QUESTIONS: dict[str, Callable[[Engine], Any]] = {
@@ -148,9 +148,9 @@ class CallableScale(float):
 
     def __new__(cls, value: float, configured: float) -> CallableScale:
         """Make the number."""
-        made = super().__new__(cls, value)
-        made.configured = configured
-        return made
+        scale = super().__new__(cls, value)
+        scale.configured = configured
+        return scale
 
     def __call__(self) -> float:
         """Return the configured scale."""

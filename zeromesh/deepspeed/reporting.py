@@ -99,23 +99,23 @@ class OperationProfiler:
 
     def get_total_flops(self, as_string: bool = False) -> Any:
         """Return the operations of forwards."""
-        found = self._operations.forward
-        return flops_to_string(found) if as_string else found
+        operations = self._operations.forward
+        return flops_to_string(operations) if as_string else operations
 
     def get_total_macs(self, as_string: bool = False) -> Any:
         """Return the multiplications of forwards, each with its addition."""
-        found = self._operations.forward // 2
-        return macs_to_string(found) if as_string else found
+        multiplications = self._operations.forward // 2
+        return macs_to_string(multiplications) if as_string else multiplications
 
     def get_total_params(self, as_string: bool = False) -> Any:
         """Return the parameters of the model."""
-        found = sum(one.numel() for one in self.model.parameters())
-        return params_to_string(found) if as_string else found
+        count = sum(parameter.numel() for parameter in self.model.parameters())
+        return params_to_string(count) if as_string else count
 
     def get_total_duration(self, as_string: bool = False) -> Any:
         """Return the seconds in which was counted, which counting makes longer."""
-        found = self._seconds + (time.perf_counter() - self._since if self.started else 0.0)
-        return duration_to_string(found) if as_string else found
+        seconds = self._seconds + (time.perf_counter() - self._since if self.started else 0.0)
+        return duration_to_string(seconds) if as_string else seconds
 
     def print_model_profile(
         self, profile_step: int = 1, module_depth: int = -1, top_modules: int = 1, detailed: bool = True,
@@ -185,5 +185,5 @@ def get_model_profile(
         model.train(training)
     if print_profile:
         profiler.print_model_profile(1, module_depth, top_modules, detailed, output_file)
-    found = (profiler.get_total_flops(as_string), profiler.get_total_macs(as_string))
-    return *found, profiler.get_total_params(as_string)
+    totals = (profiler.get_total_flops(as_string), profiler.get_total_macs(as_string))
+    return *totals, profiler.get_total_params(as_string)

@@ -15,14 +15,20 @@ from zeromesh.comm.launchers import DEFAULT_PORT, FILE, LOOPBACK
 
 def init_distributed(*args: Any, **kwargs: Any) -> Environment:
     """Start the process group unless there is one; ``zeromesh.init_distributed`` describes the arguments."""
-    found = environment.init_distributed(*args, **kwargs)
+    run_environment = environment.init_distributed(*args, **kwargs)
     # DeepSpeed sets them for a process without a launcher, and programs read them afterwards.
-    address = LOOPBACK[0] if found.master_address.startswith(FILE) else found.master_address
-    numbers = {"RANK": found.rank, "WORLD_SIZE": found.world_size, "LOCAL_RANK": found.local_rank}
-    for name, value in (numbers | {"MASTER_ADDR": address, "MASTER_PORT": found.master_port or DEFAULT_PORT}).items():
+    address = LOOPBACK[0] if run_environment.master_address.startswith(FILE) else run_environment.master_address
+    numbers = {
+        "RANK": run_environment.rank,
+        "WORLD_SIZE": run_environment.world_size,
+        "LOCAL_RANK": run_environment.local_rank,
+    }
+    for name, value in (
+        numbers | {"MASTER_ADDR": address, "MASTER_PORT": run_environment.master_port or DEFAULT_PORT}
+    ).items():
         os.environ.setdefault(name, str(value))
     _tell_accelerate()
-    return found
+    return run_environment
 
 
 def is_initialized() -> bool:

@@ -74,15 +74,15 @@ class TiledLayer(nn.Module):
     def _rows(self) -> Iterator[Any]:
         yield from self.linears
 
-    def _split_global_input(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        parts: tuple[torch.Tensor, ...] = whole.split([right - left for left, right in pairwise(self.in_parts)], -1)
+    def _split_global_input(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        parts: tuple[torch.Tensor, ...] = tensor.split([right - left for left, right in pairwise(self.in_parts)], -1)
         return parts
 
     def _sum(self, outputs: list[Any]) -> Any:
         """Return the sum of what the tiles of a row return."""
         total, *others = outputs
-        for one in others:
-            total = total + one
+        for output in others:
+            total = total + output
         return total
 
     def _join(self, rows: list[Any]) -> Any:
@@ -97,8 +97,8 @@ class TiledLayer(nn.Module):
         """
         theirs = (other.in_features, other.out_features, other.bias is not None)
         if theirs != (self.in_features, self.out_features, self.use_bias):
-            own = (self.in_features, self.out_features, self.use_bias)
-            raise AssertionError(f"copy_params_from: the layer has inputs, outputs and bias {theirs}, this one {own}")
+            ours = (self.in_features, self.out_features, self.use_bias)
+            raise AssertionError(f"copy_params_from: the layer has inputs, outputs and bias {theirs}, this one {ours}")
         with GatheredParameters(list(other.parameters())):
             for row, (top, bottom) in zip(self._rows(), pairwise(self.out_parts), strict=True):
                 for tile, (left, right) in zip(row, pairwise(self.in_parts), strict=True):
@@ -116,5 +116,5 @@ class TiledLayerReturningBias(TiledLayer):
 
     def _join(self, rows: list[Any]) -> Any:
         outputs, biases = zip(*rows, strict=True)
-        whole = super()._join(list(outputs))
-        return whole, super()._join(list(biases)) if self.use_bias else None
+        joined = super()._join(list(outputs))
+        return joined, super()._join(list(biases)) if self.use_bias else None

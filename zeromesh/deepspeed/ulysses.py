@@ -44,8 +44,8 @@ class DistributedAttention(nn.Module):
         Further arguments are the attention's.
         """
         refuse("DistributedAttention", "rotary_pos_emb", rotary_pos_emb, "rotate query and key before the call")
-        whole = [exchange(self.spg, part, self.scatter_idx, self.gather_idx) for part in (query, key, value)]
-        return exchange(self.spg, self.local_attn(*whole, *args, **kwargs), self.gather_idx, self.scatter_idx)
+        sequences = [exchange(self.spg, part, self.scatter_idx, self.gather_idx) for part in (query, key, value)]
+        return exchange(self.spg, self.local_attn(*sequences, *args, **kwargs), self.gather_idx, self.scatter_idx)
 
 
 def exchange(group: dist.ProcessGroup, input: Tensor, scatter_idx: int, gather_idx: int, *ignored: Any) -> Tensor:
@@ -57,8 +57,8 @@ def exchange(group: dist.ProcessGroup, input: Tensor, scatter_idx: int, gather_i
     if ranks == 1:
         return input
     rows = torch.stack(input.chunk(ranks, scatter_idx))
-    found = all_to_all_single_autograd(rows.flatten(), None, None, group).view_as(rows)
-    return torch.cat(found.unbind(), gather_idx)
+    received = all_to_all_single_autograd(rows.flatten(), None, None, group).view_as(rows)
+    return torch.cat(received.unbind(), gather_idx)
 
 
 class _SeqAllToAll:

@@ -90,14 +90,14 @@ def _classes(engine: Engine, is_users: bool) -> Iterator[str]:
     if not is_users and kind is not None and not (engine.optimizer_params() or {}).get("torch_adam"):
         yield f"DeepSpeedCPU{kind}" if host else f"Fused{kind}"
     yield "DeepSpeedOptimizer"
-    own, kept = engine.get_data_types()
+    dtype, accumulated = engine.get_data_types()
     if stage > 0:
         yield "ZeROOptimizer"
-        if stage == 1 and (own, kept) == (torch.bfloat16, torch.float32):
+        if stage == 1 and (dtype, accumulated) == (torch.bfloat16, torch.float32):
             yield "BF16_Optimizer"
         else:
             yield "DeepSpeedZeroOptimizer_Stage3" if stage > 2 else "DeepSpeedZeroOptimizer"
-    elif own is not torch.float32:
+    elif dtype is not torch.float32:
         fused = type(engine.optimizer).__name__ == "FusedAdam" or (not is_users and kind == "Adam" and not host)
         yield "FP16_Optimizer" if fused else "FP16_UnfusedOptimizer"
 
@@ -150,11 +150,11 @@ def require_supported(optimizer: Any, asked: Asked, updates: bool) -> None:
             f"ZeRO stage {stage} shards an optimizer's states, and there is none: pass optimizer=, name one in the "
             "configuration, or leave the stage out"
         )
-    own = precision.compute or torch.float32
-    if stage == 0 and precision.accumulate not in (None, own):
+    dtype = precision.compute or torch.float32
+    if stage == 0 and precision.accumulate not in (None, dtype):
         raise NotImplementedError(
-            f"gradients in {precision.accumulate} of parameters in {own} need ZeRO; leave out the dtype in which they "
-            "are accumulated"
+            f"gradients in {precision.accumulate} of parameters in {dtype} need ZeRO; leave out the dtype in which "
+            "they are accumulated"
         )
     masters, states = (answer(name, asked) for name in ("bf16_master_weights_and_gradients", "bf16_optimizer_states"))
     host = settings.zero_optimization.optimizer_device != "none"
@@ -166,8 +166,8 @@ def require_supported(optimizer: Any, asked: Asked, updates: bool) -> None:
         )
     if not isinstance(optimizer, Optimizer) or stage == 0:
         return
-    known = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, Lion, Muon)
-    if not isinstance(optimizer, known) and not settings.zero_allow_untested_optimizer:
+    allowed = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, Lion, Muon)
+    if not isinstance(optimizer, allowed) and not settings.zero_allow_untested_optimizer:
         raise AssertionError(
             f"{type(optimizer).__name__} is not among the optimizers that DeepSpeed allows under ZeRO: set "
             "zero_allow_untested_optimizer to true if it updates each element by itself"

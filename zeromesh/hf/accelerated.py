@@ -27,6 +27,6 @@ def plugin(config: str | Path | Mapping[str, Any], **options: Any) -> Any:
     from accelerate import DeepSpeedPlugin
 
     document = for_trainer(config, "accelerate")
-    made = DeepSpeedPlugin(hf_ds_config=document, **options)
-    require_agreement(made.deepspeed_config, {name: options.get(name) for name in PLUGIN_OPTIONS})
-    return made
+    accelerate_plugin = DeepSpeedPlugin(hf_ds_config=document, **options)
+    require_agreement(accelerate_plugin.deepspeed_config, {name: options.get(name) for name in PLUGIN_OPTIONS})
+    return accelerate_plugin

@@ -65,15 +65,15 @@ class Strategy(DeepSpeedStrategy):  # Lightning has no types here
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Build modules without memory at stage 3; ``from_pretrained`` of transformers reads files on one rank."""
-        held = None
+        hf_config = None
         if self.zero_stage_3 and find_spec("transformers") is not None:
             from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
             # transformers finds the configuration as long as this name holds it.
-            held = HfDeepSpeedConfig(self.config)  # type: ignore[no-untyped-call]
+            hf_config = HfDeepSpeedConfig(self.config)  # type: ignore[no-untyped-call]
         with super().model_sharded_context():
             yield
-        del held
+        del hf_config
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute gradients. Lightning has divided the loss by the accumulated batches, so the engine must not."""

@@ -97,14 +97,14 @@ class TrainerMixin:
             # Trainer evaluates the model itself, not the engine.
             engine = self.model_wrapped  # type: ignore[attr-defined]
             # A loss of the trainer's own is computed of the other outputs.
-            own = self.compute_loss_func is not None or type(self).compute_loss is not TrainerMixin.compute_loss  # type: ignore[attr-defined]
-            model = partial(outputs_of, engine, ("loss",) if prediction_loss_only and not own else None)
-        found = super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
+            custom_loss = self.compute_loss_func is not None or type(self).compute_loss is not TrainerMixin.compute_loss  # type: ignore[attr-defined]
+            model = partial(outputs_of, engine, ("loss",) if prediction_loss_only and not custom_loss else None)
+        outputs = super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
         if self._context == 1 or prediction_loss_only:
-            return found
+            return outputs
         group = self.model_wrapped.mesh.group("context")  # type: ignore[attr-defined]
         # Each rank has the predictions of its part, and all labels.
-        return found[0], map_tensors(found[1], partial(whole_sequences, group=group)), found[2]
+        return outputs[0], map_tensors(outputs[1], partial(whole_sequences, group=group)), outputs[2]
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
@@ -180,10 +180,10 @@ def _refuse_stages(trainer: type, args: TrainingArguments) -> None:
 def _refuse_losses(args: TrainingArguments, loss: Any) -> None:
     """Raise ValueError if a loss is to be computed of logits, of which each context rank has a part."""
     factor = args.label_smoothing_factor
-    given = f"label_smoothing_factor={factor}" if factor else "compute_loss_func="
+    option = f"label_smoothing_factor={factor}" if factor else "compute_loss_func="
     if factor or loss is not None:
         raise ValueError(
-            f"mesh.context: {given} computes a loss of the logits of whole sequences, but the model gives each rank "
+            f"mesh.context: {option} computes a loss of the logits of whole sequences, but the model gives each rank "
             "those of its part; leave it out, so that the model computes its own loss, or set mesh.context to 1"
         )
 
@@ -191,10 +191,10 @@ def _refuse_losses(args: TrainingArguments, loss: Any) -> None:
 def _arguments_in(*values: Any) -> TrainingArguments:
     from transformers import TrainingArguments
 
-    found = [value for value in values if isinstance(value, TrainingArguments)]
-    if not found:
+    arguments = [value for value in values if isinstance(value, TrainingArguments)]
+    if not arguments:
         raise TypeError("zeromesh= needs TrainingArguments; pass args=, with the sizes of batches in it")
-    return found[0]
+    return arguments[0]
 
 
 def _configure(args: TrainingArguments, config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:

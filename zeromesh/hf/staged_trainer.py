@@ -65,17 +65,17 @@ class StagedSteps:
         # The engine takes the mean over its accumulation steps; the last update of an epoch may have fewer.
         factor = steps if scaled else steps / trainer.current_gradient_accumulation_steps
 
-        def loss_of(model: Any, given: dict[str, Any]) -> torch.Tensor:
-            loss: torch.Tensor = trainer.compute_loss(model, given, num_items_in_batch=items)
+        def loss_of(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+            loss: torch.Tensor = trainer.compute_loss(model, batch, num_items_in_batch=items)
             return loss
 
         self._waiting.append(_MicroBatch(inputs, loss_of, factor))
         if not trainer.accelerator.sync_gradients:
             return torch.zeros((), device=engine.device)
         missing = steps - len(self._waiting)
-        given = [*self._waiting, *[replace(self._waiting[-1], factor=0.0)] * missing]
+        micro_batches = [*self._waiting, *[replace(self._waiting[-1], factor=0.0)] * missing]
         self._waiting = []
-        mean: torch.Tensor = engine.train_batch(iter(given))
+        mean: torch.Tensor = engine.train_batch(iter(micro_batches))
         return mean
 
 
@@ -89,16 +89,16 @@ def outputs_of(engine: Any, names: tuple[str, ...] | None, **inputs: Any) -> Any
     """
     from transformers.utils.generic import ModelOutput
 
-    found: list[dict[str, Any]] = []
+    outputs: list[dict[str, Any]] = []
 
     def keep(output: Any) -> None:
         # Caches of keys and values are each stage's own.
-        found.append({k: v.cpu() for k, v in output.items() if torch.is_tensor(v) and (names is None or k in names)})
+        outputs.append({k: v.cpu() for k, v in output.items() if torch.is_tensor(v) and (names is None or k in names)})
 
     engine.eval_batch(iter([_Asked(inputs, keep)]), num_micro_batches=1)
     group = engine.mesh.group("pipeline")
-    (source,) = (rank for rank, has in enumerate(texts(group, "x" * len(found))) if has)
-    output = broadcast_value(found[0] if found else None, source, group)
+    (source,) = (rank for rank, has in enumerate(texts(group, "x" * len(outputs))) if has)
+    output = broadcast_value(outputs[0] if outputs else None, source, group)
     moved = {name: value.to(engine.device) for name, value in output.items()}
     return ModelOutput(moved)  # type: ignore[no-untyped-call]
 
@@ -107,6 +107,6 @@ def whole_sequences(part: torch.Tensor, group: Group) -> torch.Tensor:
     """Return an output of one entry per token for all tokens, of the ranks that share sequences. Collective."""
     parts = [torch.empty_like(part) for _ in range(group.size)]
     dist.all_gather(parts, part.contiguous(), group=group.process_group)
-    chunks = [chunk for one in parts for chunk in one.chunk(2, 1)]
+    chunks = [chunk for rank_part in parts for chunk in rank_part.chunk(2, 1)]
     order = gathered_order(group.size)
     return torch.cat([chunks[order.index(number)] for number in range(len(order))], 1)

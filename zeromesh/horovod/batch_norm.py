@@ -24,8 +24,8 @@ class SyncBatchNorm(SynchronisedBatchNorm):
 
     def _gather(self, row: torch.Tensor) -> torch.Tensor:
         """Return the rows of all ranks, whose gradients add up; those of ranks that have joined are zeros."""
-        own = torch.arange(size(), device=row.device) == rank()
-        result: torch.Tensor = allreduce(torch.where(own[:, None], row, 0.0), op=Sum)
+        mask = torch.arange(size(), device=row.device) == rank()
+        result: torch.Tensor = allreduce(torch.where(mask[:, None], row, 0.0), op=Sum)
         return result
 
 

@@ -90,7 +90,7 @@ class Reduction:
         # The hooks must not keep this alive: a script may make another optimizer for the same parameters.
         notice = weakref.WeakMethod(self._after_gradient)
         for parameter in self._trained(self._bucket_of) if self.active else ():
-            parameter.register_post_accumulate_grad_hook(lambda found: (notice() or _ignore)(found))
+            parameter.register_post_accumulate_grad_hook(lambda leaf: (notice() or _ignore)(leaf))
 
     @property
     def under_way(self) -> bool:
@@ -317,12 +317,12 @@ def DistributedOptimizer(
     """
     if isinstance(optimizer, _Distributed):
         raise ValueError("the optimizer is a DistributedOptimizer already; pass the one that it was made of")
-    found = operation(None, op)
-    if gradient_predivide_factor != 1.0 and found is not Average:
-        raise ValueError(f"gradient_predivide_factor needs op Average, not {found.name}; leave it out")
+    reduction_op = operation(None, op)
+    if gradient_predivide_factor != 1.0 and reduction_op is not Average:
+        raise ValueError(f"gradient_predivide_factor needs op Average, not {reduction_op.name}; leave it out")
     groups = num_groups if groups is None and num_groups else groups
     names = _names(optimizer, named_parameters)
-    options = Options(compression, found, gradient_predivide_factor, sparse_as_dense, process_set)
+    options = Options(compression, reduction_op, gradient_predivide_factor, sparse_as_dense, process_set)
     members = members_of(process_set, "DistributedOptimizer")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if groups is not None and members.rank >= 0:
@@ -333,11 +333,11 @@ def DistributedOptimizer(
     buckets = [Bucket(names[part[0]], part) for part in _split(parameters, groups) if part]
     reduction = Reduction(names, buckets, _passes(backward_passes_per_step), options)
     kind = type(type(optimizer).__name__, (_Distributed, type(optimizer)), {})
-    made: Any = object.__new__(kind)
+    distributed: Any = object.__new__(kind)
     # A schedule made before has put a ``step`` there that is the other object's.
-    vars(made).update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    vars(made).update(_reduction=reduction, _synchronized=False, _synchronizes=True)
-    return made
+    vars(distributed).update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    vars(distributed).update(_reduction=reduction, _synchronized=False, _synchronizes=True)
+    return distributed
 
 
 def _passes(passes: int) -> int:
@@ -378,12 +378,12 @@ def _split(parameters: list[Parameter], groups: Any) -> list[list[Parameter]]:
         return [parameters[start:end] for start, end in pairwise(ends)]
     if not isinstance(groups, list) or any(not isinstance(p, torch.Tensor) for part in groups for p in part):
         raise ValueError(f"groups is {groups!r}, but must be a number that is not negative, or lists of parameters")
-    given = [parameter for part in groups for parameter in part]
-    if len(set(given)) < len(given):
+    grouped = [parameter for part in groups for parameter in part]
+    if len(set(grouped)) < len(grouped):
         raise ValueError("groups has a parameter twice; name each at most once")
-    known = set(parameters)
-    parts = [[parameter for parameter in part if parameter in known] for part in groups]
-    return parts + [[parameter] for parameter in parameters if parameter not in set(given)]
+    parameter_set = set(parameters)
+    parts = [[parameter for parameter in part if parameter in parameter_set] for part in groups]
+    return parts + [[parameter] for parameter in parameters if parameter not in set(grouped)]
 
 
 __all__ = ["DistributedOptimizer"]

@@ -49,8 +49,8 @@ def broadcast_optimizer_state(
 
     ``model`` changes nothing. States that ``root_rank`` does not have yet stay unmade.
     """
-    own = included_members(process_set, "broadcast_optimizer_state")
-    is_root = own.ranks[own.rank] == root_rank
+    members = included_members(process_set, "broadcast_optimizer_state")
+    is_root = members.ranks[members.rank] == root_rank
     state = optimizer.state_dict() if is_root else None
     state = broadcast_value(tree_map_only(torch.Tensor, torch.Tensor.cpu, state), root_rank, "optimizer", process_set)
     if is_root:

@@ -33,8 +33,8 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     world = worlds.start()
     size = world.environment.world_size
     # An empty list is all ranks, as in Horovod; communicators of MPI have a size.
-    given = list(comm) or range(size) if isinstance(comm, Iterable) else range(getattr(comm, "size", 0))
-    if comm is not None and sorted(given) != list(range(size)):
+    ranks = list(comm) or range(size) if isinstance(comm, Iterable) else range(getattr(comm, "size", 0))
+    if comm is not None and sorted(ranks) != list(range(size)):
         worlds.shutdown()
         raise ValueError(
             f"comm is {comm!r}, but must be None or all {size} ranks; "

@@ -62,8 +62,8 @@ def _reduce(members: Members, decision: dict[str, Any], tensors: Tensors) -> Ten
             dist.all_reduce(flat, TORCH_OPS[op], group=members.group)
         if op is ReduceOp.Average:
             # A quotient, not a product with 1 / size, which integers would not survive.
-            whole = not dtype.is_floating_point
-            flat = flat.div(members.size, rounding_mode="trunc") if whole else flat / members.size
+            is_integral = not dtype.is_floating_point
+            flat = flat.div(members.size, rounding_mode="trunc") if is_integral else flat / members.size
         flat = _scale(flat, like["postscale_factor"]).to(dtype)
         parts = [flat] if alone else flat.split(sizes)
         for place, part, shape in zip(places, parts, shapes, strict=True):
@@ -71,25 +71,25 @@ def _reduce(members: Members, decision: dict[str, Any], tensors: Tensors) -> Ten
     return results
 
 
-def _adasum(members: Members, own: torch.Tensor) -> torch.Tensor:
+def _adasum(members: Members, tensor: torch.Tensor) -> torch.Tensor:
     """Return the adaptive sum of a flat tensor: pairs of neighbours, then pairs of pairs; in float64, rounded once."""
-    level = list(_gather_rows(members, own.double()))
+    level = list(_gather_rows(members, tensor.double()))
     while len(level) > 1:
-        level = [_adaptive_pair(one, other) for one, other in zip(level[::2], level[1::2], strict=True)]
-    return level[0].to(own.dtype)
+        level = [_adaptive_pair(row, other) for row, other in zip(level[::2], level[1::2], strict=True)]
+    return level[0].to(tensor.dtype)
 
 
-def _adaptive_pair(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def _adaptive_pair(gradient: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return the sum of two gradients, without what they have in common counted twice (Adasum, 2006.02924)."""
-    dot, squares = one @ other, (one @ one, other @ other)
+    dot, squares = gradient @ other, (gradient @ gradient, other @ other)
     first, second = (1 - dot / (2 * square) if square > 0 else torch.ones_like(dot) for square in squares)
-    return first * one + second * other
+    return first * gradient + second * other
 
 
-def _gather_rows(members: Members, own: torch.Tensor) -> Tensors:
-    rows = [torch.empty_like(own) for _ in range(members.size)]
-    if own.numel():
-        dist.all_gather(rows, own, group=members.group)
+def _gather_rows(members: Members, tensor: torch.Tensor) -> Tensors:
+    rows = [torch.empty_like(tensor) for _ in range(members.size)]
+    if tensor.numel():
+        dist.all_gather(rows, tensor, group=members.group)
     return rows
 
 
@@ -118,7 +118,7 @@ def _all_to_all(members: Members, decision: dict[str, Any], tensors: Tensors) ->
     tensor = tensors[0]
     firsts = [first[0] for first in decision["firsts"]]
     equal = [[first // members.size] * members.size for first in firsts]
-    splits = [given or even for given, even in zip(decision["splits"], equal, strict=True)]
+    splits = [rank_splits or even for rank_splits, even in zip(decision["splits"], equal, strict=True)]
     received = [row[members.rank] for row in splits]
     size = _row_bytes(tensor)
     out = tensor.new_empty(sum(received), *tensor.shape[1:])

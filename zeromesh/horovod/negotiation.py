@@ -83,9 +83,9 @@ class Negotiator:
         if request["kind"] == "join":
             self._joined.append(rank)
         self._pending.setdefault(key, {})[rank] = request
-        found = self._decide([key])
+        decisions = self._decide([key])
         # A rank that joins may be the last one that others wait for.
-        return found + (self._decide(list(self._pending)) if request["kind"] == "join" else [])
+        return decisions + (self._decide(list(self._pending)) if request["kind"] == "join" else [])
 
     def wait(self, rank: int, key: str, seconds: float) -> list[Decision]:
         """Record that a rank has been blocked in an operation for some seconds."""
@@ -120,17 +120,17 @@ class Negotiator:
         return [rank for rank in self.sets[0] if rank not in self._left]
 
     def _decide(self, keys: Iterable[str]) -> list[Decision]:
-        found = []
+        decisions = []
         for key in keys:
             requests = self._pending[key]
             first = next(iter(requests.values()))
             members = self.sets.get(first["set"], [])
             missing = [rank for rank in members if rank not in requests]
             if gone := [rank for rank in missing if rank in self._left]:
-                found += self._fail([key], f"{named(gone)} ended before: its program ended, or called shutdown()")
+                decisions += self._fail([key], f"{named(gone)} ended before: its program ended, or called shutdown()")
             elif not missing or (first["kind"] != "join" and set(missing) <= set(self._joined)):
-                found += self._start(key, members)
-        return found
+                decisions += self._start(key, members)
+        return decisions
 
     def _start(self, key: str, members: Sequence[int]) -> list[Decision]:
         """Return the decision to start an operation, or to fail it on all its ranks."""
@@ -170,11 +170,11 @@ class Negotiator:
         return "" if same is None else f"process set {same} has the ranks {ranks}, too; use that one"
 
     def _fail(self, keys: Iterable[str], reason: str, kind: str = "lost") -> list[Decision]:
-        found = []
+        decisions = []
         for key in list(keys):
-            found.append(_failure(list(self._pending[key]), key, reason, kind))
+            decisions.append(_failure(list(self._pending[key]), key, reason, kind))
             self._forget(key)
-        return found
+        return decisions
 
     def _forget(self, key: str) -> None:
         del self._pending[key]
@@ -247,8 +247,8 @@ def _problem_of_one(request: Request, members: Sequence[int]) -> str:
         rows, splits = shapes[0][0], request["splits"]
         if splits is None and rows % len(members):
             return f"the first dimension, {rows}, cannot be divided by {len(members)} ranks; give splits"
-        whole = splits is None or all(isinstance(split, int) and split >= 0 for split in splits)
-        if splits is not None and (not whole or len(splits) != len(members) or sum(splits) != rows):
+        are_counts = splits is None or all(isinstance(split, int) and split >= 0 for split in splits)
+        if splits is not None and (not are_counts or len(splits) != len(members) or sum(splits) != rows):
             return (
                 f"splits is {splits}, but must be {len(members)} whole numbers with the sum {rows}, the number of rows"
             )

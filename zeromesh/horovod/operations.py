@@ -68,7 +68,9 @@ def operation(average: bool | None, op: int | None) -> ReduceOp:
     try:
         return ReduceOp.Average if op is None else ReduceOp(op)
     except ValueError:
-        raise ValueError(f"op is {op!r}, but must be hvd.{', hvd.'.join(one.name for one in ReduceOp)}") from None
+        raise ValueError(
+            f"op is {op!r}, but must be hvd.{', hvd.'.join(reduction.name for reduction in ReduceOp)}"
+        ) from None
 
 
 def synchronize(handle: Any) -> Any:
@@ -88,9 +90,9 @@ def poll(handle: Handle) -> bool:
     return handle.done()
 
 
-def _listed(call: str, given: Any) -> list[torch.Tensor]:
+def _listed(call: str, argument: Any) -> list[torch.Tensor]:
     """Return the tensors that a call is given: several if its name begins with ``grouped_``, else one."""
-    tensors = list(given) if call.startswith("grouped_") and isinstance(given, Sequence) else [given]
+    tensors = list(argument) if call.startswith("grouped_") and isinstance(argument, Sequence) else [argument]
     if unknown := [type(tensor).__name__ for tensor in tensors if not isinstance(tensor, torch.Tensor)]:
         what = "a list of tensors" if call.startswith("grouped_") else "a tensor"
         raise TypeError(f"{call} takes {what}, not {unknown[0]}; for objects: broadcast_object, allgather_object")
@@ -98,7 +100,7 @@ def _listed(call: str, given: Any) -> list[torch.Tensor]:
 
 
 def _start(
-    call: str, given: Any, name: str | None, process_set: ProcessSet,
+    call: str, argument: Any, name: str | None, process_set: ProcessSet,
     finish: Callable[[Any], Any] | None = None, **fields: Any,
 ) -> Handle:  # fmt: skip
     """Start the operation of the public function ``call``, ``[grouped_]KIND[_async][_]``, and return its handle.
@@ -107,7 +109,7 @@ def _start(
     """
     world = world_for(call)
     included_members(process_set, call)
-    tensors = _listed(call, given)
+    tensors = _listed(call, argument)
     problem = "sparse tensors are not taken; use hvd.sparse_allreduce_async, or tensor.to_dense()"
     sparse = any(tensor.is_sparse for tensor in tensors)
     dense = [tensor.detach().to_dense() for tensor in tensors] if sparse else tensors
@@ -124,7 +126,7 @@ def _start(
             result.clone() if result is not tensor and result._is_view() else result
             for result, tensor in zip(results, tensors, strict=True)
         ]
-        return owned[0] if isinstance(given, torch.Tensor) else owned
+        return owned[0] if isinstance(argument, torch.Tensor) else owned
 
     kind = call.removeprefix("grouped_").removesuffix("_").removesuffix("_async")
     number = process_set.process_set_id or 0
@@ -228,15 +230,15 @@ def sparse_allreduce_async(
     """Start the sum or mean of sparse tensors; return a handle, which waits and returns the result if it is called."""
     if operation(None, op) not in (Sum, Average):
         raise ValueError(f"op is {ReduceOp(op).name}, but sparse tensors can be reduced with Sum and Average only")
-    own = tensor.detach().coalesce()
+    coalesced = tensor.detach().coalesce()
     size = included_members(process_set, "sparse_allreduce_async").size
 
     def finish(gathered: list[torch.Tensor]) -> torch.Tensor:
         indices, values = gathered
         values = values / size if op == Average else values
-        return torch.sparse_coo_tensor(indices.t(), values, own.shape, check_invariants=False)
+        return torch.sparse_coo_tensor(indices.t(), values, coalesced.shape, check_invariants=False)
 
-    return _start("grouped_allgather_async", [own.indices().t(), own.values()], name, process_set, finish)
+    return _start("grouped_allgather_async", [coalesced.indices().t(), coalesced.values()], name, process_set, finish)
 
 
 def join(device: int = -1) -> int:
@@ -268,12 +270,12 @@ class _WithGradient(torch.autograd.Function):
 
 
 def _apply(
-    call: str, given: Any, name: str | None, process_set: ProcessSet, back: Back, compression: Any = Compression.none,
-    **fields: Any,
+    call: str, argument: Any, name: str | None, process_set: ProcessSet, back: Back,
+    compression: Any = Compression.none, **fields: Any,
 ) -> Any:  # fmt: skip
     """Return the result of the operation of ``call``, whose gradient ``back`` makes of those of the results."""
     included_members(process_set, call)
-    pairs = [compression.compress(tensor) for tensor in _listed(call, given)]
+    pairs = [compression.compress(tensor) for tensor in _listed(call, argument)]
     kind = call.removeprefix("grouped_")
 
     def start(tensors: Tensors) -> Handle:
@@ -281,7 +283,7 @@ def _apply(
 
     moved = _WithGradient.apply(start, back, *(tensor for tensor, _ in pairs))  # type: ignore[no-untyped-call]
     results = [compression.decompress(result, ctx) for result, (_, ctx) in zip(moved, pairs, strict=True)]
-    return results[0] if isinstance(given, torch.Tensor) else results
+    return results[0] if isinstance(argument, torch.Tensor) else results
 
 
 def _require_gradient(call: str, op: ReduceOp) -> None:
@@ -312,14 +314,14 @@ def _allreduce(
         ValueError: arguments are wrong on a rank, or differ between ranks, on every rank.
         HorovodInternalError: a rank has ended.
     """
-    found = operation(average, op)
+    reduction = operation(average, op)
     scales = (prescale_factor, postscale_factor)
 
     def back(gradients: list[torch.Tensor]) -> Any:
-        _require_gradient("allreduce", found)
-        return grouped_allreduce(gradients, None, None, Compression.none, found, *scales, process_set)
+        _require_gradient("allreduce", reduction)
+        return grouped_allreduce(gradients, None, None, Compression.none, reduction, *scales, process_set)
 
-    fields = _scaled(None, found, *scales)
+    fields = _scaled(None, reduction, *scales)
     return _apply(_call, tensor, name, process_set, back, compression, **fields)
 
 
@@ -333,7 +335,7 @@ def _allgather(call: str, tensor: Any, name: str | None = None, process_set: Pro
     The first dimension may differ between ranks, and be 0. The gradient is this rank's part of the mean of all ranks'.
     ``grouped_allgather`` takes and returns a list.
     """
-    rows = [one.shape[0] if one.dim() else 1 for one in _listed(call, tensor)]
+    rows = [part.shape[0] if part.dim() else 1 for part in _listed(call, tensor)]
 
     def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         counts = allgather(torch.tensor([rows], device=gradients[0].device), None, process_set)
@@ -401,15 +403,15 @@ def _reducescatter(
     The gradient is an allgather; with ``Sum``, times the number of ranks. ``grouped_reducescatter`` takes and returns a
     list. See ``allreduce`` for the arguments.
     """
-    found = operation(None, op)
+    reduction = operation(None, op)
 
     def back(gradients: list[torch.Tensor]) -> Any:
-        _require_gradient("reducescatter", found)
+        _require_gradient("reducescatter", reduction)
         factor = prescale_factor * postscale_factor
-        factor *= included_members(process_set, call).size if found is Sum else 1
+        factor *= included_members(process_set, call).size if reduction is Sum else 1
         return grouped_allgather([gradient * factor for gradient in gradients], process_set=process_set)
 
-    fields = _scaled(None, found, prescale_factor, postscale_factor)
+    fields = _scaled(None, reduction, prescale_factor, postscale_factor)
     return _apply(call, tensor, name, process_set, back, compression, **fields)
 
 

@@ -20,9 +20,9 @@ class ProcessSet:
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        given = list(ranks) if isinstance(ranks, Iterable) else [None]
-        numbers = [rank for rank in given if isinstance(rank, int)]
-        if len(numbers) < len(given):
+        listed = list(ranks) if isinstance(ranks, Iterable) else [None]
+        numbers = [rank for rank in listed if isinstance(rank, int)]
+        if len(numbers) < len(listed):
             raise ValueError(f"a process set needs a list of ranks, not {ranks!r}; communicators of MPI are not taken")
         self.process_set_id: int | None = None
         self.ranks: list[int] = sorted(numbers)
@@ -59,23 +59,23 @@ global_process_set.take(0, [])
 def members_of(process_set: ProcessSet, call: str) -> Members:
     """Return the members of a set; raise ValueError if it cannot be used."""
     world = world_for(call)
-    found = None if process_set.process_set_id is None else world.members.get(process_set.process_set_id)
-    if found is None:
+    members = None if process_set.process_set_id is None else world.members.get(process_set.process_set_id)
+    if members is None:
         raise ValueError(
             f"{call}: {process_set} is not in use; pass it to hvd.init(process_sets=[...]) or hvd.add_process_set first"
         )
-    return found
+    return members
 
 
 def included_members(process_set: ProcessSet, call: str) -> Members:
     """Return the members of a set; raise ValueError if it cannot be used, or this rank is not in it."""
-    found = members_of(process_set, call)
-    if found.rank < 0:
+    members = members_of(process_set, call)
+    if members.rank < 0:
         rank = world_for(call).environment.rank
         raise ValueError(
             f"{call}: rank {rank} is not in {process_set}; call it only where process_set.included() is True"
         )
-    return found
+    return members
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
@@ -85,12 +85,12 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         ValueError: on every rank, if ranks name different sets, or the set exists already.
     """
     world = world_for("add_process_set")
-    found = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    if found.process_set_id is not None:
-        raise ValueError(f"{found} is in use already")
-    number = world.submit("add_process_set", None, 0, [], ranks=found.ranks)()
-    found.take(number, found.ranks)
-    return found
+    new_set = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if new_set.process_set_id is not None:
+        raise ValueError(f"{new_set} is in use already")
+    number = world.submit("add_process_set", None, 0, [], ranks=new_set.ranks)()
+    new_set.take(number, new_set.ranks)
+    return new_set
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:

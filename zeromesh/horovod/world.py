@@ -112,8 +112,8 @@ class World:
         ranks = range(environment.world_size)
         self.members = {0: moves.Members(_new_group(ranks), ranks, environment.rank)}
         # Whoever waits looks after the processes of its own machine; launchers look after the machines.
-        known = not PLACE.endswith("?")
-        self._neighbours = {rank: pid for rank, (_, place, pid) in enumerate(peers) if known and place == PLACE}
+        place_known = not PLACE.endswith("?")
+        self._neighbours = {rank: pid for rank, (_, place, pid) in enumerate(peers) if place_known and place == PLACE}
         self._store = _store(environment)
         self._handles: dict[str, Handle] = {}
         self._counts: dict[tuple[int, str], int] = defaultdict(int)
@@ -197,17 +197,17 @@ class World:
                 return
             rank = message["rank"]
             for ranks, decision in _answer(negotiator, rank, message):
-                for one in ranks:
-                    store.queue_push(f"decisions/{one}", json.dumps(decision))
+                for receiver in ranks:
+                    store.queue_push(f"decisions/{receiver}", json.dumps(decision))
             if "end" in message:
                 return
 
     def _execute(self, store: Any) -> None:
         """Run what has been decided, until this rank leaves."""
-        own = f"decisions/{self.environment.rank}"
+        queue_key = f"decisions/{self.environment.rank}"
         while True:
             try:
-                decision = json.loads(store.queue_pop(own))
+                decision = json.loads(store.queue_pop(queue_key))
             except RuntimeError as lost:
                 self._fail_all(f"rank 0, which keeps the ranks' messages, has ended ({str(lost).splitlines()[0]})")
                 return
@@ -238,8 +238,8 @@ class World:
             self._counts.clear()  # ranks have made different numbers of calls, and count alike from here
             return decision["last"]
         if kind == "add_process_set":
-            ranks, own = like["ranks"], self.environment.rank
-            place = ranks.index(own) if own in ranks else -1
+            ranks, own_rank = like["ranks"], self.environment.rank
+            place = ranks.index(own_rank) if own_rank in ranks else -1
             self.members[decision["id"]] = moves.Members(_new_group(ranks), ranks, place)
             return decision["id"]
         if kind == "remove_process_set":
@@ -304,9 +304,9 @@ def _synchronize(tensors: Iterable[torch.Tensor]) -> None:
 
 def _new_group(ranks: Sequence[int]) -> Any:
     """Return a process group that carries CPU tensors, too, which one of nccl alone refuses. Collective."""
-    given = backends()
-    missing = ",".join(f"{device}:{name}" for device, name in ({"cpu": "gloo"} | given).items())
-    return prove(dist.new_group(list(ranks), backend=None if "cpu" in given else missing))
+    group_backends = backends()
+    missing = ",".join(f"{device}:{name}" for device, name in ({"cpu": "gloo"} | group_backends).items())
+    return prove(dist.new_group(list(ranks), backend=None if "cpu" in group_backends else missing))
 
 
 def _zeros(like: Request) -> list[torch.Tensor]:
@@ -319,11 +319,11 @@ def _zeros(like: Request) -> list[torch.Tensor]:
 
 def _store(environment: Environment) -> Any:
     """Return a key-value store with queues that all ranks share, with keys of this world alone. Collective."""
-    found: Any = shared_store()
+    group_store: Any = shared_store()
     agreed, server = ("", 0), None
     if environment.rank == 0:
         try:
-            found.queue_len("horovod")
+            group_store.queue_len("horovod")
             queues = environment.world_size > 1  # in a store of one process, a wait for a message is not woken
         except (RuntimeError, NotImplementedError):  # a store in a file
             queues = False
@@ -337,14 +337,14 @@ def _store(environment: Environment) -> Any:
             "init_method env:// or tcp://, or let hvd.init() start it"
         )
     if port:  # not a clone, as rank 0's store keeps the server
-        own: Any = server or dist.TCPStore("127.0.0.1", port, None, False)  # type: ignore[attr-defined]
+        connection: Any = server or dist.TCPStore("127.0.0.1", port, None, False)  # type: ignore[attr-defined]
     else:
-        own = connect_again(found)
+        connection = connect_again(group_store)
     prefix = f"horovod/{token}"
-    if isinstance(own, SealedStore):
-        return own.part(prefix)
+    if isinstance(connection, SealedStore):
+        return connection.part(prefix)
     # Of a group that was started elsewhere; the ranks alone know the token.
-    return SealedStore(dist.PrefixStore(prefix, own), token.encode(), "the master")  # type: ignore[attr-defined]
+    return SealedStore(dist.PrefixStore(prefix, connection), token.encode(), "the master")  # type: ignore[attr-defined]
 
 
 def make_world() -> World:

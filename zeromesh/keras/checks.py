@@ -31,11 +31,11 @@ def check_model(model: Any, settings: Settings) -> None:
         )
     if not model.compiled or model.optimizer is None:
         raise ValueError("the model is not compiled: call model.compile(optimizer=..., loss=...) before distribute")
-    own = [name for name in _STEPS if getattr(type(model), name) is not getattr(keras.Model, name)]
-    if own:
+    overridden = [name for name in _STEPS if getattr(type(model), name) is not getattr(keras.Model, name)]
+    if overridden:
         raise ValueError(
-            f"{type(model).__name__} has a {own[0]} of its own, which distribute would replace: override compute_loss "
-            "and compute_metrics instead, or write the loop yourself with zeromesh.initialize"
+            f"{type(model).__name__} has a {overridden[0]} of its own, which distribute would replace: override "
+            "compute_loss and compute_metrics instead, or write the loop yourself with zeromesh.initialize"
         )
     if model.jit_compile:
         raise ValueError(
@@ -112,12 +112,12 @@ def check_callbacks(callbacks: Any) -> list[Any]:
 
 def of_rank(callbacks: list[Any], rank: int) -> list[Any]:
     """Return the callbacks that run on a rank: those that write a log do on the first one alone."""
-    return [one for one in callbacks if rank == 0 or not _logs(one)]
+    return [callback for callback in callbacks if rank == 0 or not _logs(callback)]
 
 
 def names_of_all_ranks(callbacks: list[Any]) -> list[str]:
     """Return the names of Keras' own callbacks that every rank must have."""
-    return [type(one).__name__ for one in callbacks if is_keras_own(one) and not _logs(one)]
+    return [type(callback).__name__ for callback in callbacks if is_keras_own(callback) and not _logs(callback)]
 
 
 def is_keras_own(callback: Any) -> bool:

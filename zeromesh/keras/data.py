@@ -44,12 +44,12 @@ class BatchRows:
     def cut(self, batch: Any) -> Any:
         """Return views of these rows of every tensor; a rank without rows gets the first one, to compute along."""
         start, stop = (self.start, self.stop) if self.count else (0, 1)
-        return keras.tree.map_structure(lambda one: one if one is None else one[start:stop], batch)
+        return keras.tree.map_structure(lambda tensor: tensor if tensor is None else tensor[start:stop], batch)
 
 
 def rows_in(batch: Any) -> int:
     """Return the number of rows of a batch; raise ValueError if its tensors differ in it, or there are none."""
-    counts = {int(one.shape[0]) for one in keras.tree.flatten(batch) if one is not None}
+    counts = {int(tensor.shape[0]) for tensor in keras.tree.flatten(batch) if tensor is not None}
     if len(counts) != 1 or 0 in counts:
         raise ValueError(
             f"the tensors of a batch have {sorted(counts)} rows; pass a batch whose tensors have as many each"
@@ -59,8 +59,12 @@ def rows_in(batch: Any) -> int:
 
 def checksum_of(batch: Any) -> int:
     """Return a checksum of a batch's values."""
-    tensors = [torch.as_tensor(one).detach().cpu().contiguous() for one in keras.tree.flatten(batch) if one is not None]
-    return hash(tuple(checksum(one) for one in tensors)) & (1 << 52) - 1  # exact in float64, too
+    tensors = [
+        torch.as_tensor(tensor).detach().cpu().contiguous()
+        for tensor in keras.tree.flatten(batch)
+        if tensor is not None
+    ]
+    return hash(tuple(checksum(tensor) for tensor in tensors)) & (1 << 52) - 1  # exact in float64, too
 
 
 def as_torch(value: Any) -> Any:
@@ -86,17 +90,19 @@ def batches(data: Iterable[Any], engine: Engine | None = None) -> Iterator[Any]:
         ValueError: a batch has no rows for some rank, or its tensors differ in their number of rows.
     """
     for batch in data:
-        found = keras.tree.map_structure(as_torch, batch, none_is_leaf=True)
+        tensors = keras.tree.map_structure(as_torch, batch, none_is_leaf=True)
         if engine is not None:
-            rows = BatchRows.of(found, engine.data_rank, engine.data_size)
+            rows = BatchRows.of(tensors, engine.data_rank, engine.data_size)
             if rows.total < rows.ranks:
                 raise ValueError(
                     f"a batch has {rows.total} rows for {rows.ranks} ranks; drop it (drop_remainder=True of tf.data), "
                     "or use larger batches"
                 )
             device = engine.device
-            found = keras.tree.map_structure(lambda one, to=device: one if one is None else one.to(to), rows.cut(found))
-        yield found
+            tensors = keras.tree.map_structure(
+                lambda tensor, to=device: tensor if tensor is None else tensor.to(to), rows.cut(tensors)
+            )
+        yield tensors
 
 
 class LoadedBatches(torch.utils.data.IterableDataset[Any]):
@@ -122,5 +128,5 @@ def loader_of(data: Any) -> Any:
         data, "element_spec"
     ):
         return data
-    known = int(data.cardinality()) >= 0
-    return torch.utils.data.DataLoader(SizedBatches(data) if known else LoadedBatches(data), batch_size=None)
+    is_sized = int(data.cardinality()) >= 0
+    return torch.utils.data.DataLoader(SizedBatches(data) if is_sized else LoadedBatches(data), batch_size=None)

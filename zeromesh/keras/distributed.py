@@ -64,10 +64,10 @@ class Distributed:
         """Train as in Keras; a batch is the joint one, of which each rank computes its rows."""
         call = inspect.signature(super().fit).bind(*args, **kwargs)  # type: ignore[misc]
         chosen = call.arguments
-        given = chosen.get("callbacks")
-        callbacks = [*self.zeromesh.agreed_callbacks(given), RankAgreement()]
-        if isinstance(given, keras.callbacks.CallbackList):
-            given.append(callbacks[-1])
+        passed_callbacks = chosen.get("callbacks")
+        callbacks = [*self.zeromesh.agreed_callbacks(passed_callbacks), RankAgreement()]
+        if isinstance(passed_callbacks, keras.callbacks.CallbackList):
+            passed_callbacks.append(callbacks[-1])
         else:
             chosen["callbacks"] = callbacks
         if chosen.get("validation_data") is not None:
@@ -134,8 +134,8 @@ class Distributed:
     def predict_step(self, data: Any) -> Any:
         """Return the predictions for all rows of a batch."""
         x, _, _, rows = self._rows_here(data, "predict")
-        found = self._output_here(x, training=False)
-        return keras.tree.map_structure(lambda one: self.zeromesh.joined_rows(one, rows), found)
+        output = self._output_here(x, training=False)
+        return keras.tree.map_structure(lambda tensor: self.zeromesh.joined_rows(tensor, rows), output)
 
     def _rows_here(self, data: Any, kind: str) -> tuple[Any, Any, Any, BatchRows]:
         parts, run = keras.utils.unpack_x_y_sample_weight(data), self.zeromesh
@@ -145,7 +145,7 @@ class Distributed:
             agree_run(run.world, what, lambda: Probe(self, run, data, training=kind == "train").check(kind))
             run.probes.remove(kind)  # not before: what is refused once is refused again
         device = self.engine.device
-        move = lambda one: one if one is None else torch.as_tensor(one).to(device)  # noqa: E731
+        move = lambda tensor: tensor if tensor is None else torch.as_tensor(tensor).to(device)  # noqa: E731
         return *keras.tree.map_structure(move, rows.cut(parts)), rows
 
     def _output_here(self, x: Any, training: bool) -> Any:
@@ -167,11 +167,11 @@ class Distributed:
     def get_metrics_result(self) -> Any:
         """Return the metrics over all ranks, the same on each."""
         with self.zeromesh.joined(self.metrics_variables):  # type: ignore[attr-defined]
-            found = super().get_metrics_result()  # type: ignore[misc]
+            results = super().get_metrics_result()  # type: ignore[misc]
             if self.zeromesh.symbolic:
-                return found
+                return results
             # Not the variables themselves, which get their own values back.
-            return keras.tree.map_structure(lambda one: keras.ops.convert_to_tensor(one).detach().clone(), found)
+            return keras.tree.map_structure(lambda value: keras.ops.convert_to_tensor(value).detach().clone(), results)
 
     # Building and weights.
 
@@ -185,8 +185,8 @@ class Distributed:
     def get_weights(self) -> list[Any]:
         """Return whole weights, on every rank."""
         with GatheredParameters(self.parameters()):  # type: ignore[attr-defined]
-            found: list[Any] = super().get_weights()  # type: ignore[misc]
-            return found
+            weights: list[Any] = super().get_weights()  # type: ignore[misc]
+            return weights
 
     def set_weights(self, weights: list[Any]) -> None:
         """Take whole weights, the same on all ranks."""
@@ -261,12 +261,14 @@ def distribute(
     """
     settings = Settings.load(config)
     check_model(model, settings)
-    norms = [one for one in layers_of(model) if isinstance(one, keras.layers.BatchNormalization)]
-    own = next((one for one in norms if type(one)._moments is not keras.layers.BatchNormalization._moments), None)
-    if joint_statistics and own is not None:
+    norms = [layer for layer in layers_of(model) if isinstance(layer, keras.layers.BatchNormalization)]
+    custom_norm = next(
+        (norm for norm in norms if type(norm)._moments is not keras.layers.BatchNormalization._moments), None
+    )
+    if joint_statistics and custom_norm is not None:
         raise ValueError(
-            f"layer {own.name} ({type(own).__name__}) has _moments of its own, which statistics of the joint batch "
-            "would replace; pass joint_statistics=False, with which each rank takes those of its rows"
+            f"layer {custom_norm.name} ({type(custom_norm).__name__}) has _moments of its own, which statistics of the "
+            "joint batch would replace; pass joint_statistics=False, with which each rank takes those of its rows"
         )
     expose_layers(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -281,7 +283,7 @@ def distribute(
         optimizer.connect(engine.mesh, settings.row.optimizer is Placement.SHARDED, pieces)
     world = engine.mesh.group("world")
     # A model for batches of one size cannot be called with parts of them.
-    sized = any(one.shape[0] is not None for one in keras.tree.flatten(getattr(model, "inputs", None) or []))
+    sized = any(tensor.shape[0] is not None for tensor in keras.tree.flatten(getattr(model, "inputs", None) or []))
     probes = set() if sized or world.size == 1 else {"train", "test", "predict"}
     run = DistributedRun(engine, JointBatch(world, joint_statistics), not own_batches, probes=probes)
     vars(model)["zeromesh"] = run
@@ -292,10 +294,12 @@ def distribute(
 
 
 def _change_classes(model: Any, run: DistributedRun) -> None:
-    norms = [one for one in layers_of(model) if isinstance(one, keras.layers.BatchNormalization)]
-    for layer, mixin in [(model, Distributed), *((one, JointMoments) for one in norms)]:
-        own = type(layer)
-        run.classes.append((layer, own, type(own.__name__, (mixin, own), {"__module__": own.__module__})))
+    norms = [norm for norm in layers_of(model) if isinstance(norm, keras.layers.BatchNormalization)]
+    for layer, mixin in [(model, Distributed), *((norm, JointMoments) for norm in norms)]:
+        original = type(layer)
+        run.classes.append(
+            (layer, original, type(original.__name__, (mixin, original), {"__module__": original.__module__}))
+        )
         if mixin is JointMoments:
             vars(layer)["_joint_batch"] = run.joint
     for layer, _, changed in run.classes:

@@ -66,9 +66,9 @@ class KerasOptimizer(Optimizer):
         """Set the group whose gradients count in norms, and cut the states of whole variables into pieces."""
         self._group = mesh.shard if sharded and mesh.shard.size > 1 else None
         for piece in pieces:
-            for key, whole in self._whole.get(piece.name, {}).items():
-                own = piece.cut(whole).to(piece.parameter, copy=True)
-                self.state[piece.parameter][key] = own.view_as(piece.parameter)
+            for key, whole_state in self._whole.get(piece.name, {}).items():
+                state_piece = piece.cut(whole_state).to(piece.parameter, copy=True)
+                self.state[piece.parameter][key] = state_piece.view_as(piece.parameter)
         self._whole = {}
 
     @torch.no_grad()
@@ -118,7 +118,7 @@ class KerasOptimizer(Optimizer):
         self._own.build(list(self._pieces.values()))
         begins = {f"{piece.path.replace('/', '_')}_": name for name, piece in self._pieces.items()}
         for variable in self._own.variables:
-            for begin in [one for one in begins if variable.name.startswith(one)]:
+            for begin in [prefix for prefix in begins if variable.name.startswith(prefix)]:
                 self._slots.append((begins[begin], variable.name.removeprefix(begin), variable))
         for key, variable in self._numbers():
             if key in group:  # of a checkpoint
@@ -126,10 +126,14 @@ class KerasOptimizer(Optimizer):
 
     def _numbers(self) -> list[tuple[str, Any]]:
         """Return the states that are no parameter's, such as Nadam's product of momenta, with a key for each."""
-        known = {id(variable) for _, _, variable in self._slots}
-        rest = [one for one in self._own.variables if id(one) not in known and one is not self._own.iterations]
+        slot_ids = {id(variable) for _, _, variable in self._slots}
+        rest = [
+            variable
+            for variable in self._own.variables
+            if id(variable) not in slot_ids and variable is not self._own.iterations
+        ]
         # By number: Keras counts names of variables per process.
-        return [(f"number_{place}", one) for place, one in enumerate(rest)]
+        return [(f"number_{place}", variable) for place, variable in enumerate(rest)]
 
     def _follow_states(self, group: dict[str, Any]) -> None:
         """Let Keras and torch share the states: those of a checkpoint, or that were moved, count."""
@@ -142,8 +146,8 @@ class KerasOptimizer(Optimizer):
 
     def _clipped(self, gradients: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the gradients, clipped as the optimizer says, by norms over all ranks. Collective if it clips."""
-        each, whole = self.keras_optimizer.clipnorm, self.keras_optimizer.global_clipnorm
-        if not each and not whole:
+        each, global_limit = self.keras_optimizer.clipnorm, self.keras_optimizer.global_clipnorm
+        if not each and not global_limit:
             return list(gradients.values())
         # All parameters on every rank: the vector of squares is as long on each.
         zero = torch.zeros((), dtype=torch.float64)
@@ -152,10 +156,10 @@ class KerasOptimizer(Optimizer):
         if self._group is not None:
             sums = self._group.exchange(sums).sum(0)
         norms = dict(zip(self._variables, sums.sqrt(), strict=True))
-        if whole:
+        if global_limit:
             norm = sums.sum().sqrt()
             # Keras's own formula: a norm that is not finite makes the gradients so.
-            scale = whole * torch.minimum(1.0 / norm, torch.tensor(1.0 / whole).double()) + (norm - norm)
+            scale = global_limit * torch.minimum(1.0 / norm, torch.tensor(1.0 / global_limit).double()) + (norm - norm)
             return [gradient * scale.to(gradient) for gradient in gradients.values()]
         return [g * each / norms[name].clamp(min=each).to(g) for name, g in gradients.items()]
 
@@ -164,21 +168,21 @@ def _taken_states(
     optimizer: Any, variables: Mapping[str, Any]
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, float]]:
     """Take the states that a Keras optimizer has: by names of parameter and state, and those of no parameter."""
-    own = {id(optimizer._iterations), id(optimizer._learning_rate)}
+    remaining_ids = {id(optimizer._iterations), id(optimizer._learning_rate)}
     begins = {f"{variable.path.replace('/', '_')}_": name for name, variable in variables.items()}
-    found: dict[str, dict[str, torch.Tensor]] = {}
+    states: dict[str, dict[str, torch.Tensor]] = {}
     numbers: dict[str, float] = {}
-    for state in [one for one in optimizer._variables if id(one) not in own]:
+    for state in [variable for variable in optimizer._variables if id(variable) not in remaining_ids]:
         # The longest, as one variable's name may begin with that of another.
-        begin = max((one for one in begins if state.name.startswith(one)), key=len, default=None)
+        begin = max((prefix for prefix in begins if state.name.startswith(prefix)), key=len, default=None)
         if begin is None:
             numbers[f"number_{len(numbers)}"] = float(state.numpy())
             continue
-        found.setdefault(begins[begin], {})[state.name.removeprefix(begin)] = state.value.detach()
+        states.setdefault(begins[begin], {})[state.name.removeprefix(begin)] = state.value.detach()
         vars(state)["_value"] = torch.empty(0)  # the pieces are all that is kept of it
     # Or files of the model would have states that nobody updates.
-    optimizer._variables[:] = [one for one in optimizer._variables if id(one) in own]
-    return found, numbers
+    optimizer._variables[:] = [variable for variable in optimizer._variables if id(variable) in remaining_ids]
+    return states, numbers
 
 
 def without_scaling(optimizer: Any) -> Any:
@@ -195,8 +199,8 @@ def check_optimizer(optimizer: Any) -> None:
     """Raise ValueError if pieces of parameters cannot be updated by a Keras optimizer."""
     names = [base.__name__ for base in type(optimizer).__mro__ if base.__module__.startswith("keras.src.optimizers")]
     kind = type(optimizer).__name__
-    own = type(optimizer).__module__.startswith("keras.src.")
-    if not own or names[0] not in ELEMENTWISE:
+    from_keras = type(optimizer).__module__.startswith("keras.src.")
+    if not from_keras or names[0] not in ELEMENTWISE:
         raise ValueError(
             f"the model is compiled with the optimizer {kind}, which is not known to update each element by itself, as "
             f"it must where parameters are sharded: use one of keras.optimizers.{', '.join(ELEMENTWISE)}, or write the "

@@ -66,15 +66,15 @@ class DistributedRun:
         """Compare the next batch over the ranks."""
         self.compares = True
 
-    def agreed_callbacks(self, given: Any) -> list[Any]:
+    def agreed_callbacks(self, callbacks: Any) -> list[Any]:
         """Return the callbacks of this rank, and note whether some rank's may stop the training alone. Collective."""
-        every, failure = catch(lambda: check_callbacks(given))
+        every, failure = catch(lambda: check_callbacks(callbacks))
         agree_success(self.world, "check its callbacks", failure)
         assert every is not None
         # They save, restore weights or stop on all ranks, or the others would wait.
         require_agreement(self.world, "the list of Keras callbacks", ", ".join(names_of_all_ranks(every)))
-        own = torch.tensor([float(any(not is_keras_own(one) for one in every))])
-        self.agrees = bool(self.world.exchange(own).any())
+        flag = torch.tensor([float(any(not is_keras_own(callback) for callback in every))])
+        self.agrees = bool(self.world.exchange(flag).any())
         return of_rank(every, self.engine.mesh.rank)
 
     def share(self, y_pred: Any, rows: int) -> float:
@@ -129,8 +129,8 @@ class DistributedRun:
 
     def _require_same(self, batch: Any) -> None:
         self.compares = False
-        found = self.world.exchange(torch.tensor([checksum_of(batch)], dtype=torch.float64)).flatten().tolist()
-        if len(set(found)) > 1:
+        checksums = self.world.exchange(torch.tensor([checksum_of(batch)], dtype=torch.float64)).flatten().tolist()
+        if len(set(checksums)) > 1:
             raise ValueError(
                 f"ranks 0 to {self.world.size - 1} got different first batches, and each would take its rows of "
                 "another one: give all ranks the same data in the same order (a seed for every shuffle), or give each "
@@ -152,18 +152,18 @@ class DistributedRun:
         every = self.world.exchange(torch.tensor([valid], dtype=torch.float64))
         return valid * every.numel() / max(float(every.sum()), 1.0)
 
-    def joined_rows(self, own: torch.Tensor, rows: BatchRows) -> torch.Tensor:
+    def joined_rows(self, output: torch.Tensor, rows: BatchRows) -> torch.Tensor:
         """Return the rows of all ranks; a rank without any computed one for nothing."""
         if not self.splits or rows.ranks == 1:
-            return own
+            return output
         most = -(-rows.total // rows.ranks)
-        padded = own.new_zeros(most, *own.shape[1:])
-        padded[: rows.count] = own[: rows.count]
+        padded = output.new_zeros(most, *output.shape[1:])
+        padded[: rows.count] = output[: rows.count]
         # As bytes, because the backends do not know every dtype.
         every = self.world.exchange(padded.contiguous().reshape(-1).view(torch.uint8))
         each, more = divmod(rows.total, rows.ranks)
-        parts = [row.view(own.dtype).reshape(padded.shape)[: each + (n < more)] for n, row in enumerate(every)]
-        return torch.cat(parts).to(own.device)
+        parts = [row.view(output.dtype).reshape(padded.shape)[: each + (n < more)] for n, row in enumerate(every)]
+        return torch.cat(parts).to(output.device)
 
     @contextmanager
     def joined(self, variables: list[Any]) -> Iterator[None]:
@@ -177,17 +177,17 @@ class DistributedRun:
                     f"variable {variable.path} of a metric has aggregation={variable.aggregation!r}, so that the "
                     'metric over all ranks is not known: make it with add_variable(..., aggregation="sum"), the default'
                 )
-        with kept(variables) as own:
-            rows = self.world.exchange(torch.cat([value.reshape(-1).double() for value in own])).sum(0)
-            for variable, value, part in zip(variables, own, rows.split([v.numel() for v in own]), strict=True):
+        with kept(variables) as values:
+            rows = self.world.exchange(torch.cat([value.reshape(-1).double() for value in values])).sum(0)
+            for variable, value, part in zip(variables, values, rows.split([v.numel() for v in values]), strict=True):
                 variable.assign(part.reshape(value.shape).to(value))
             yield
 
     @contextmanager
     def plain(self) -> Iterator[None]:
         """Give the model and its layers the classes in this context that files name."""
-        for layer, own, _ in self.classes:
-            change_class(layer, own)
+        for layer, original, _ in self.classes:
+            change_class(layer, original)
         try:
             yield
         finally:

@@ -53,7 +53,7 @@ class Probe:
         parts = keras.utils.unpack_x_y_sample_weight(data)
         index = torch.arange(max(2, min(rows_in(parts), _MOST_ROWS))).clamp(max=rows_in(parts) - 1)
         device = run.engine.device
-        take = lambda one: one if one is None else torch.as_tensor(one)[index].to(device)  # noqa: E731
+        take = lambda tensor: tensor if tensor is None else torch.as_tensor(tensor)[index].to(device)  # noqa: E731
         self._x, self._y, self._weights = keras.tree.map_structure(take, parts)
         self._rows = len(index)
         self._training = training
@@ -66,7 +66,7 @@ class Probe:
             y_pred = self._check_rows(self._x, first, losses=kind != "predict")
             if kind == "predict":
                 return
-            if any(getattr(one, "_keras_mask", None) is not None for one in keras.tree.flatten(y_pred)):
+            if any(getattr(tensor, "_keras_mask", None) is not None for tensor in keras.tree.flatten(y_pred)):
                 self._check_rows(_padded(self._x, first), first, losses=True)
             with self._run.finding_shapes():  # nothing is exchanged
                 self._check_metrics(y_pred)
@@ -74,9 +74,11 @@ class Probe:
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
         model, joint = self._model, self._run.joint
-        states = [one for one in model.non_trainable_variables if not isinstance(one.value, torch.nn.Parameter)]
+        states = [
+            variable for variable in model.non_trainable_variables if not isinstance(variable.value, torch.nn.Parameter)
+        ]
         variables = [*model.metrics_variables, *states, *seeds_of(model), global_seed(make=True)]
-        unchanged = kept({id(one): one for one in variables}.values())
+        unchanged = kept({id(variable): variable for variable in variables}.values())
         same = _SameNumbers()  # type: ignore[no-untyped-call]
         with torch.no_grad(), unchanged, torch.random.fork_rng(), joint.without_statistics(), same:
             yield
@@ -96,28 +98,28 @@ class Probe:
             outputs.append(self._output(_cut(x, part)))
             if losses:  # at once: those of ``add_loss`` are of the last forward
                 values.append(self._loss(_cut(x, part), _cut(self._y, part), outputs[-1], _cut(self._weights, part)))
-        flat = [keras.tree.flatten(one) for one in outputs]
-        if not all(torch.equal(one, again) for one, again in zip(flat[0], flat[1], strict=True)):
+        flat = [keras.tree.flatten(output) for output in outputs]
+        if not all(torch.equal(tensor, again) for tensor, again in zip(flat[0], flat[1], strict=True)):
             return outputs[0]  # a model that draws random numbers cannot be compared
         for number, (joint, _, *pieces) in enumerate(zip(*flat, strict=True)):
             self._check_output(number, joint, pieces)
         if not losses:
             return outputs[0]
         shares = [
-            self._run.share(one, part.stop - part.start) for one, part in zip(outputs[2:], parts[2:], strict=True)
+            self._run.share(output, part.stop - part.start) for output, part in zip(outputs[2:], parts[2:], strict=True)
         ]
         near = max(map(_near, flat[0]), default=0.0) or 1e-3
         self._check_loss(values, shares, near)
         # Labels or weights that the first rows happen not to have.
-        half = _cut(self._weights, slice(None), lambda one: _halved(one, first))
+        half = _cut(self._weights, slice(None), lambda tensor: _halved(tensor, first))
         for value in (None, *_labels(self._model, self._run.engine.device.type == "cpu")):
             y = _cut(self._y, slice(None), partial(_filled, rows=first, value=value))
-            given = [
+            arguments_of_parts = [
                 (_cut(x, part), _cut(y, part), output, _cut(half, part))
                 for part, output in zip(parts, outputs, strict=True)
             ]
             try:
-                values = [self._loss(*one) for one in given]
+                values = [self._loss(*arguments) for arguments in arguments_of_parts]
             except (IndexError, RuntimeError, ValueError):
                 if value is None:
                     raise
@@ -126,9 +128,9 @@ class Probe:
         return outputs[0]
 
     def _check_output(self, number: int, joint: torch.Tensor, pieces: list[torch.Tensor]) -> None:
-        found = torch.cat(pieces) if len({one.shape[1:] for one in pieces if one.ndim}) == 1 else joint[:0]
+        joined = torch.cat(pieces) if len({piece.shape[1:] for piece in pieces if piece.ndim}) == 1 else joint[:0]
         limit = _near(joint) * max(1e-6, float(joint.abs().max())) if joint.numel() else 0.0
-        if joint.shape != found.shape or not torch.allclose(joint, found, rtol=0, atol=limit, equal_nan=True):
+        if joint.shape != joined.shape or not torch.allclose(joint, joined, rtol=0, atol=limit, equal_nan=True):
             raise ValueError(
                 f"output {number} of {self._rows} rows of the model is not made of those of its parts, so that a layer "
                 f"computes over the rows of a batch: {_APART}"
@@ -150,7 +152,7 @@ class Probe:
 
     def _check_metrics(self, y_pred: Any) -> None:
         model, even = self._model, self._rows // 2 * 2
-        if any(one.ndim == 0 or len(one) != self._rows for one in keras.tree.flatten(y_pred)):
+        if any(tensor.ndim == 0 or len(tensor) != self._rows for tensor in keras.tree.flatten(y_pred)):
             return
         data = self._x, self._y, y_pred, self._weights
         states = []
@@ -158,39 +160,40 @@ class Probe:
             for metric in model.metrics:
                 metric.reset_state()
             model.compute_metrics(*_cut(data[:3], part), sample_weight=_cut(data[3], part))
-            states.append([one.value.detach().clone() for one in model.metrics_variables])
+            states.append([metric_variable.value.detach().clone() for metric_variable in model.metrics_variables])
         results = []
-        for values in (states[0], [one + other for one, other in zip(*states[1:], strict=True)]):
+        for values in (states[0], [half + other for half, other in zip(*states[1:], strict=True)]):
             for variable, value in zip(model.metrics_variables, values, strict=True):
                 variable.assign(value)
             # Now, as a metric may return its variable.
-            found = keras.tree.map_structure(
-                lambda one: keras.ops.convert_to_tensor(one).double().clone(), model.get_metrics_result()
+            metric_results = keras.tree.map_structure(
+                lambda metric_value: keras.ops.convert_to_tensor(metric_value).double().clone(),
+                model.get_metrics_result(),
             )
-            results.append(found)
+            results.append(metric_results)
         for metric in model.metrics:  # some may have got their variables here
             metric.reset_state()
-        for (name, one), other in zip(results[0].items(), results[1].values(), strict=True):
-            if not torch.allclose(one, other, rtol=1e-3, atol=1e-5, equal_nan=True):
+        for (name, joint), other in zip(results[0].items(), results[1].values(), strict=True):
+            if not torch.allclose(joint, other, rtol=1e-3, atol=1e-5, equal_nan=True):
                 raise ValueError(
-                    f"the metric {name} of {even} rows is {_shown(one)}, and {_shown(other)} from the sums of its "
+                    f"the metric {name} of {even} rows is {_shown(joint)}, and {_shown(other)} from the sums of its "
                     "variables for their halves: it is no function of sums over rows (a maximum, for example), and is "
                     "not known over all ranks; compute it from model.predict, or leave it out of compile"
                 )
 
 
 def _losses(model: Any) -> list[Any]:
-    given = keras.tree.flatten(model._compile_loss._user_loss if model._compile_loss else None)
-    return [one for one in given if one is not None and not isinstance(one, str)]
+    user_losses = keras.tree.flatten(model._compile_loss._user_loss if model._compile_loss else None)
+    return [loss for loss in user_losses if loss is not None and not isinstance(loss, str)]
 
 
 def _labels(model: Any, on_cpu: bool) -> Iterator[int]:
     """Yield labels that may count less than others: those that a loss ignores, and usual ones for a user's own loss."""
-    yield from {one.ignore_class for one in _losses(model) if getattr(one, "ignore_class", None) is not None}
-    kinds = [getattr(one, "fn", one) for one in _losses(model)]
-    kinds = [one if hasattr(one, "__name__") else type(one) for one in kinds]
-    own = any(not str(getattr(kind, "__module__", "")).startswith("keras.src.") for kind in kinds)
-    if own or type(model).compute_loss is not keras.Model.compute_loss:
+    yield from {loss.ignore_class for loss in _losses(model) if getattr(loss, "ignore_class", None) is not None}
+    kinds = [getattr(loss, "fn", loss) for loss in _losses(model)]
+    kinds = [kind if hasattr(kind, "__name__") else type(kind) for kind in kinds]
+    user_defined = any(not str(getattr(kind, "__module__", "")).startswith("keras.src.") for kind in kinds)
+    if user_defined or type(model).compute_loss is not keras.Model.compute_loss:
         yield 0
         # An index below 0 stops a GPU, and an error must not leave some ranks in a gather of parameters.
         if on_cpu and not _reads(model):
@@ -199,8 +202,8 @@ def _labels(model: Any, on_cpu: bool) -> Iterator[int]:
 
 def loss_function(model: Any) -> Callable[..., Any]:
     """Return the function that computes a distributed model's loss; regularizers read parameters, which it fetches."""
-    found: Callable[..., Any] = model.engine._compute_loss if _reads(model) else model._compute_loss
-    return found
+    function: Callable[..., Any] = model.engine._compute_loss if _reads(model) else model._compute_loss
+    return function
 
 
 def copied(tree: Any) -> Any:
@@ -215,10 +218,10 @@ def _reads(model: Any) -> bool:
 def _cut(tree: Any, part: slice, change: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
     """Return some rows of all tensors, changed by a function if there is one."""
 
-    def cut(one: Any) -> Any:
-        if not (isinstance(one, torch.Tensor) and one.ndim):
-            return one
-        return one[part] if change is None else change(one[part])
+    def cut(leaf: Any) -> Any:
+        if not (isinstance(leaf, torch.Tensor) and leaf.ndim):
+            return leaf
+        return leaf[part] if change is None else change(leaf[part])
 
     return keras.tree.map_structure(cut, tree)
 
@@ -227,25 +230,25 @@ def _filled(tensor: torch.Tensor, rows: int, value: int | None) -> torch.Tensor:
     """Return a copy with ``value`` in the first rows; None: as it is."""
     if value is None or (tensor.dtype in (torch.bool, torch.uint8) and value < 0):
         return tensor
-    made = tensor.clone()
-    made[:rows] = value
-    return made
+    filled = tensor.clone()
+    filled[:rows] = value
+    return filled
 
 
 def _halved(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    made = tensor.clone()
-    made[:rows] = made[:rows] / 2 if made.is_floating_point() else made[:rows]
-    return made
+    halved = tensor.clone()
+    halved[:rows] = halved[:rows] / 2 if halved.is_floating_point() else halved[:rows]
+    return halved
 
 
 def _padded(tree: Any, rows: int) -> Any:
     """Return inputs whose first rows are shorter sequences: 0 in the last half of their tokens."""
 
-    def pad(one: torch.Tensor) -> torch.Tensor:
-        made = one.clone()
-        if one.ndim > 1:
-            made[:rows, one.shape[1] // 2 :] = 0
-        return made
+    def pad(tensor: torch.Tensor) -> torch.Tensor:
+        padded = tensor.clone()
+        if tensor.ndim > 1:
+            padded[:rows, tensor.shape[1] // 2 :] = 0
+        return padded
 
     return _cut(tree, slice(None), pad)
 

@@ -52,6 +52,6 @@ class JointMoments:
         rows = gather_with_gradient(row[None], joint.group.process_group)
         means, variances = rows[:, :-1].reshape(joint.group.size, 2, *mean.shape).unbind(1)
         shares = (rows[:, -1] / rows[:, -1].sum()).reshape(-1, *[1] * mean.ndim)
-        whole = (shares * means).sum(0)
+        joint_mean = (shares * means).sum(0)
         # The variance around the joint mean, without large squares that cancel.
-        return whole, (shares * (variances + (means - whole) ** 2)).sum(0)
+        return joint_mean, (shares * (variances + (means - joint_mean) ** 2)).sum(0)

@@ -77,7 +77,9 @@ def read_configuration(
     def read() -> Settings:
         loaded = Settings.load(chosen.config)
         objects = {"optimizer": chosen.optimizer, "scheduler": chosen.scheduler}
-        refuse_unfilled(chosen.config, loaded, given={name for name, value in objects.items() if value is not None})
+        refuse_unfilled(
+            chosen.config, loaded, replaced_sections={name for name, value in objects.items() if value is not None}
+        )
         settings = settings_of(model, loaded, mesh)
         expose_layers(model)
         _check_model(model, chosen.scheduler, settings)
