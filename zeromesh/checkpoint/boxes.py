@@ -74,7 +74,7 @@ class ShardLayout:
         self.header = len(text).to_bytes(8, "little") + text
         self.nbytes = len(self.header) + ends[-1]
         self._places = {
-            key: [len(self.header) + offset for offset in one["data_offsets"]] for key, one in entries.items()
+            key: [len(self.header) + offset for offset in entry["data_offsets"]] for key, entry in entries.items()
         }
         self._listed: list[dict[str, Any]] = []
 

@@ -123,14 +123,14 @@ def require_free(final: Path) -> None:
         looked_at = folder.is_dir() and not is_readable(folder)
         strange = [path.name for path in folder.iterdir() if not _is_ours(path)] if looked_at else []
         if folder.is_file() or strange:
-            held = f"holds {', '.join(sorted(strange)[:3])}, and" if strange else "is a file, and"
-            raise FileExistsError(f"{folder} {held} is not overwritten by a checkpoint; choose another tag or folder")
+            reason = f"holds {', '.join(sorted(strange)[:3])}, and" if strange else "is a file, and"
+            raise FileExistsError(f"{folder} {reason} is not overwritten by a checkpoint; choose another tag or folder")
 
 
 def _is_ours(path: Path) -> bool:
-    whole = Path(path.name.removesuffix(DRAFT))  # a process may end before it has given a file its name
-    named = whole.name.startswith("rank_") and whole.suffix in (".safetensors", ".json")
-    return path.is_file() and (named or whole.name.startswith(MANIFEST))
+    final = Path(path.name.removesuffix(DRAFT))  # a process may end before it has given a file its name
+    named = final.name.startswith("rank_") and final.suffix in (".safetensors", ".json")
+    return path.is_file() and (named or final.name.startswith(MANIFEST))
 
 
 def _is_swept(path: Path, series: str) -> bool:
@@ -226,12 +226,12 @@ def has_checkpoints(folder: Path) -> bool:
 
 def tags_by_step(folder: Path) -> dict[str, int]:
     """Return the steps of the checkpoints with a manifest as it was written, by tag, in their order."""
-    found: list[tuple[tuple[int, int, int, str], str]] = []
+    places: list[tuple[tuple[int, int, int, str], str]] = []
     for path in [manifest.parent for manifest in folder.glob(f"*/{MANIFEST}")]:
         if not is_left(path):
             with suppress(OSError, ValueError):  # one that is damaged, or deleted or replaced in this moment
-                found.append((order(path, step_of(read_manifest(path))), path.name.removesuffix(OLD)))
-    return {tag: place[0] for place, tag in sorted(found)}
+                places.append((order(path, step_of(read_manifest(path))), path.name.removesuffix(OLD)))
+    return {tag: place[0] for place, tag in sorted(places)}
 
 
 def step_of(manifest: dict[str, Any]) -> int:
@@ -262,12 +262,12 @@ def keep_last(folder: Path, tag: str, count: int) -> None:
         for path in [path for path in folder.iterdir() if _is_swept(path, series)]:
             remove(path)  # first, or the old one of a checkpoint that is deleted would become the checkpoint
         # Never the one that was just written, nor the one that ``latest`` names.
-        kept = {tag, read_text(folder / LATEST).strip()}
+        protected = {tag, read_text(folder / LATEST).strip()}
         steps = tags_by_step(folder)
         others = [other for other in steps if other.rstrip("0123456789") == series != other]
         earlier = [other for other in others if steps[other] <= steps.get(tag, -1)]
         for other in reversed([other for other in earlier if _is_whole(locate(folder, other))][:-count]):
-            if other not in kept:
+            if other not in protected:
                 remove(locate(folder, other))
     except (OSError, ValueError) as error:  # no error: what was to be saved is saved
         _log.warning("could not remove old checkpoints from %s: %s", folder, error)

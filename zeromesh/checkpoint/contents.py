@@ -86,7 +86,9 @@ def plain_names(model: nn.Module) -> Callable[[str], str]:
     """Return a function of a tensor's name in the model that leaves out the names of wrappers."""
     parallel = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     # Users have modules that they call "module".
-    prefixes = [f"{path}.module.".removeprefix(".") for path, one in model.named_modules() if isinstance(one, parallel)]
+    prefixes = [
+        f"{path}.module.".removeprefix(".") for path, module in model.named_modules() if isinstance(module, parallel)
+    ]
 
     def plain(name: str) -> str:
         for prefix in reversed(prefixes):  # the innermost first
@@ -107,9 +109,9 @@ def model_names(model: nn.Module, names: Iterable[str]) -> Callable[[str], str]:
 def extra_modules(sharded: ShardedModel) -> dict[str, nn.Module]:
     """Return the modules of this stage with a state beside parameters and buffers, by the name of that state."""
     return {
-        name: one
-        for path, one in sharded.model.named_modules()
-        if type(one).get_extra_state is not nn.Module.get_extra_state
+        name: module
+        for path, module in sharded.model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
         and (name := f"{path}.{EXTRA}".removeprefix(".")) not in sharded.idle
     }
 
@@ -123,8 +125,10 @@ def extra_state(sharded: ShardedModel) -> tuple[dict[str, Any], StoredTensors]:
     apart, plain = StoredTensors(f"extra/{sharded.mesh.rank}"), plain_names(sharded.model)
     members = extra_modules(sharded) if sharded.mesh.group("stage").rank == 0 else {}
     packed = {
-        plain(name): pack(one.get_extra_state(), f"the extra state of {name.removesuffix(EXTRA)} {type(one)}", apart)
-        for name, one in members.items()
+        plain(name): pack(
+            module.get_extra_state(), f"the extra state of {name.removesuffix(EXTRA)} {type(module)}", apart
+        )
+        for name, module in members.items()
     }
     return packed, apart
 
@@ -175,15 +179,15 @@ def held(window: StateWindow) -> tuple[torch.Tensor, int]:
     return (flat.shard, flat.shard_range.start) if flat.sharded else (flat.full, 0)
 
 
-def _boxes(name: str, held: Held, start: int, stop: int, data: torch.Tensor) -> Iterator[Box]:
+def _boxes(name: str, held_part: Held, start: int, stop: int, data: torch.Tensor) -> Iterator[Box]:
     """Yield the boxes that this rank writes of elements ``[start, stop)``, which are ``data``, of a tensor."""
-    for box in held.boxes(start, stop):
+    for box in held_part.boxes(start, stop):
         if not box.owned:
             continue
         parts = [data[low - start : high - start] for low, high in box.runs]
         values = parts[0] if len(parts) == 1 else torch.cat(parts)
-        place = (None, None) if held.split is None else (box.offsets, box.sizes)
-        yield Box(name, held.whole, box.start, box.stop, values, *place)
+        place = (None, None) if held_part.split is None else (box.offsets, box.sizes)
+        yield Box(name, held_part.whole, box.start, box.stop, values, *place)
 
 
 def updates_whole(flat: Flat) -> bool:
@@ -247,34 +251,34 @@ def own_buffers(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 def parameters(sharded: ShardedModel) -> dict[str, dict[str, Any]]:
     """Return the compute dtype of each parameter here, and whether it is trained, by name."""
-    found: dict[str, dict[str, Any]] = {
+    facts: dict[str, dict[str, Any]] = {
         segment.name: {"dtype": dtype_name(flat.layout.dtype), "trainable": flat.layout.trainable}
         for flat in sharded.flats
         for segment in flat.layout.segments
     }
     # Scales of quantized weights are not saved, as the same ones are made of the base model again.
     for name, text in quantized_by(sharded).items():
-        found[name]["quantized"] = text
-    return found
+        facts[name]["quantized"] = text
+    return facts
 
 
 def quantized_by(sharded: ShardedModel) -> dict[str, str]:
     """Return a hash of the scales of each quantized weight of bitsandbytes."""
-    return {sharded.names[id(one.weight)]: fingerprint(one) for _, one in layers(sharded.model) if states(one)}
+    return {sharded.names[id(layer.weight)]: fingerprint(layer) for _, layer in layers(sharded.model) if states(layer)}
 
 
 def tied(sharded: ShardedModel) -> dict[str, str]:
     """Return the other names of parameters that have several, with the one under which they are saved."""
     names = sharded.model.named_parameters(remove_duplicate=False)
-    return {name: own for name, parameter in names if (own := sharded.names.get(id(parameter), name)) != name}
+    return {name: owner for name, parameter in names if (owner := sharded.names.get(id(parameter), name)) != name}
 
 
 def model_fields(engine: RunState) -> dict[str, Any]:
     """Return the numbers and words of the model's own configuration, if it has one."""
-    own = getattr(engine.sharded.model, "config", None)
-    given = engine.config.model if own is None else own
+    model_config = getattr(engine.sharded.model, "config", None)
+    config = engine.config.model if model_config is None else model_config
     # Shapes follow from them, so that an error can say which field differs.
-    fields = given if isinstance(given, dict) else getattr(given, "__dict__", {})
+    fields = config if isinstance(config, dict) else getattr(config, "__dict__", {})
     plain = {key: value for key, value in fields.items() if isinstance(value, bool | int | str)}
     return {key: value for key, value in plain.items() if isinstance(key, str) and not key.startswith("_")}
 
@@ -299,12 +303,12 @@ def own_names(names: Collection[str], buffers: Collection[str], tied: Mapping[st
     Returns:
         By the present name; None for a second copy.
     """
-    found: dict[str, str | None] = {}
+    new_names: dict[str, str | None] = {}
     for full in names:
         kind, _, name = full.rpartition("/")
         if kind == "parameter" and name in buffers:
-            found[full] = f"buffer/{name}"
+            new_names[full] = f"buffer/{name}"
         elif name in tied and kind.split("/")[0] in ("parameter", "optimizer"):
-            own = f"{kind}/{tied[name]}"
-            found[full] = None if own in names else own
-    return found
+            owner = f"{kind}/{tied[name]}"
+            new_names[full] = None if owner in names else owner
+    return new_names

@@ -114,8 +114,8 @@ def load(
         require_run(path, reader.manifest)
         if "imported" in reader.manifest:
             # Other libraries keep buffers among the parameters, and tied ones under each of their names.
-            own = {_bare(name) for name in wanted if name.startswith("buffer/")}
-            reader.rename(own_names(reader.names, own, other_names))
+            buffer_names = {_bare(name) for name in wanted if name.startswith("buffer/")}
+            reader.rename(own_names(reader.names, buffer_names, other_names))
         if parts.load_model is None:
             _require_same_model(engine, reader, wanted, parts.strict)
         _require_same_scales(sharded, reader)
@@ -226,7 +226,7 @@ def _require_same_tag(world: Group, folder: Path, tag: str | None) -> None:
         ranks.setdefault(name, []).append(rank)
     if len(ranks) == 1:
         return
-    seen = [f"{some(map(str, found), 'ranks', most=MOST_SHOWN)}: {name or 'none'}" for name, found in ranks.items()]
+    seen = [f"{some(map(str, numbers), 'ranks', most=MOST_SHOWN)}: {name or 'none'}" for name, numbers in ranks.items()]
     raise ValueError(
         f"the ranks would load different checkpoints from {folder}: by rank, {'; '.join(seen)}; all ranks need the "
         "same: use a folder that all of them see, or pass the same tag"
@@ -242,7 +242,7 @@ def _require_same_model(engine: RunState, reader: Reader, wanted: Shapes, strict
         _log.warning("%s, of another version or library, lacks %s, which stay as they are", reader.folder, some(lacks))
         wanted = {name: shape for name, shape in wanted.items() if name not in lacks}
     # Of a tensor without elements there is nothing to write.
-    saved, wanted = ({name: shape for name, shape in found.items() if 0 not in shape} for found in (saved, wanted))
+    saved, wanted = ({name: shape for name, shape in shapes.items() if 0 not in shape} for shapes in (saved, wanted))
     missing = {name: shape for name, shape in wanted.items() if name not in saved}
     if reader.manifest.get(FROZEN_LEFT_OUT):
         trained = reader.manifest["parameters"]
@@ -253,9 +253,9 @@ def _require_same_model(engine: RunState, reader: Reader, wanted: Shapes, strict
     # Shapes must be equal anyway: a part of a tensor is no value for it.
     if not strict and not other and (saved.keys() & wanted.keys() or not wanted):
         if (missing or extra) and engine.mesh.rank == 0:
-            kept = some(map(_bare, missing), "tensors", most=MOST_SHOWN) or "none"
+            unchanged = some(map(_bare, missing), "tensors", most=MOST_SHOWN) or "none"
             ignored = some(map(_bare, extra), "tensors", most=MOST_SHOWN) or "none"
-            _log.warning("not in %s, and left as they are: %s; only in it: %s", reader.folder, kept, ignored)
+            _log.warning("not in %s, and left as they are: %s; only in it: %s", reader.folder, unchanged, ignored)
         return
     lacking = _unmatched(missing, extra, "not in the checkpoint")
     unknown = _unmatched(extra, missing, "not in the model")
@@ -311,9 +311,9 @@ def _require_same_scheduler(engine: RunState, reader: Reader) -> None:
         return
     # Checkpoints of former versions do not name it.
     lacking = sorted(key for key in scheduler.state_dict() if key not in state and not key.startswith("_"))
-    known = "scheduler_type" in reader.manifest
-    if str(saved).lower() != str(name).lower() if known else lacking:
-        lacks = "" if known else f" whose state lacks {', '.join(lacking)}"
+    is_named = "scheduler_type" in reader.manifest
+    if str(saved).lower() != str(name).lower() if is_named else lacking:
+        lacks = "" if is_named else f" whose state lacks {', '.join(lacking)}"
         raise ValueError(
             f"{reader.folder} is of {saved}{lacks}, but this run has {name}; make the same scheduler, or pass "
             "load_lr_scheduler_states=False to begin this one where it is"
@@ -322,15 +322,17 @@ def _require_same_scheduler(engine: RunState, reader: Reader) -> None:
 
 def _rename(sharded: ShardedModel, reader: Reader, names: set[str]) -> None:
     """Give what the reader shows the model's names: one of the two may have modules with wrappers around them."""
-    own = model_names(sharded.model, names)
+    model_name = model_names(sharded.model, names)
     places = {
         name: name.rpartition("/") for name in reader.names if name.startswith(("param", "buffer/", "optimizer/"))
     }
-    reader.rename({name: f"{kind}/{own(bare)}" for name, (kind, _, bare) in places.items() if own(bare) != bare})
+    reader.rename(
+        {name: f"{kind}/{model_name(bare)}" for name, (kind, _, bare) in places.items() if model_name(bare) != bare}
+    )
     for key in NAMED:
         if key in reader.manifest:
-            part = {own(name): value for name, value in reader.manifest[key].items()}
-            reader.manifest[key] = {n: own(one) for n, one in part.items()} if key == "tied" else part
+            part = {model_name(name): value for name, value in reader.manifest[key].items()}
+            reader.manifest[key] = {n: model_name(owner) for n, owner in part.items()} if key == "tied" else part
 
 
 def _load_extra(sharded: ShardedModel, extra: dict[str, Any]) -> None:
@@ -345,7 +347,9 @@ def _load_by(
     """Let a function of the user's change the model by the whole tensors of a checkpoint. Collective."""
     kinds = ("parameter/", "buffer/")
     source = {_bare(name): reader.tensor(name) for name in reader.names if name.startswith(kinds)}
-    source |= {name: source[own] for name, own in reader.manifest.get("tied", {}).items() if own in source} | extra
+    source |= {
+        name: source[owner] for name, owner in reader.manifest.get("tied", {}).items() if owner in source
+    } | extra
     with sharded.gathered(sharded.parts):
         agree_run(sharded.mesh.group("world"), "load by the user's function", lambda: _call(function, source, sharded))
         for flat in sharded.flats:

@@ -181,8 +181,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder} is an incomplete save: {MANIFEST} is no whole JSON file ({error})") from None
     ours = isinstance(manifest, dict) and isinstance(manifest.get("shards"), list)
     if not ours or manifest.get("format") not in (1, FORMAT):
-        found = f"of format {manifest['format']!r}" if ours and "format" in manifest else "not of ZeroMesh"
-        raise ValueError(f"{path} is {found}; this version reads the formats 1 and {FORMAT}")
+        origin = f"of format {manifest['format']!r}" if ours and "format" in manifest else "not of ZeroMesh"
+        raise ValueError(f"{path} is {origin}; this version reads the formats 1 and {FORMAT}")
     if manifest["format"] == 1:
         _find_bytes(manifest, folder)
     elif manifest.pop("sha256", None) != hash_of(manifest):

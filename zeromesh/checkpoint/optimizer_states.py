@@ -25,8 +25,8 @@ _PARAMETERS = ("params", "param_names")
 def options(group: dict[str, Any]) -> dict[str, Any]:
     """Return what a checkpoint holds of a parameter group; tensors of one number as numbers."""
     # Every rank has other parameters, so that they are no part of what is written.
-    found = {key: _numbers(value) for key, value in group.items() if key not in _PARAMETERS}
-    return {key: value for key, value in found.items() if _plain(value)}
+    entries = {key: _numbers(value) for key, value in group.items() if key not in _PARAMETERS}
+    return {key: value for key, value in entries.items() if _plain(value)}
 
 
 def _numbers(value: Any) -> Any:
@@ -55,17 +55,17 @@ def _plain(value: Any) -> bool:
 
 def scalars(engine: RunState) -> dict[str, dict[str, Any]]:
     """Return the optimizer's states that are single numbers, by parameter; tensors as their value and their dtype."""
-    found: dict[str, dict[str, Any]] = {}
+    numbers: dict[str, dict[str, Any]] = {}
     if engine.optimizer is None:
-        return found
+        return numbers
     # Ranks that hold pieces of one parameter have the same numbers, so that it does not matter whose is kept.
     for _, piece in pieces(engine.sharded):
         for key, value in engine.optimizer.state.get(piece.parameter, {}).items():
             if not isinstance(value, torch.Tensor):
-                found.setdefault(piece.name, {})[key] = value
+                numbers.setdefault(piece.name, {})[key] = value
             elif value.ndim == 0:
-                found.setdefault(piece.name, {})[key] = [value.item(), dtype_name(value.dtype)]
-    return found
+                numbers.setdefault(piece.name, {})[key] = [value.item(), dtype_name(value.dtype)]
+    return numbers
 
 
 def members(engine: RunState) -> dict[str, int]:
@@ -83,11 +83,11 @@ def require_same_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: 
     named, count = reader.manifest["optimizer"], len(reader.manifest["groups"])
     # Files of other libraries may not name the class: then all count whose states have the same names.
     names = named if isinstance(named, list) else [named]
-    own, groups = type(optimizer).__name__, len(optimizer.param_groups)
-    if (names and own not in names) or count != groups:
+    class_name, groups = type(optimizer).__name__, len(optimizer.param_groups)
+    if (names and class_name not in names) or count != groups:
         raise ValueError(
             f"{reader.folder} is of {' or '.join(names) or 'an optimizer'} with {count} parameter groups, but this "
-            f"run has {own} with {groups}; make the same optimizer, or pass load_optimizer_states=False to take "
+            f"run has {class_name} with {groups}; make the same optimizer, or pass load_optimizer_states=False to take "
             "parameters only"
         )
     for number, (group, saved) in enumerate(zip(optimizer.param_groups, reader.manifest["groups"], strict=True)):
@@ -108,9 +108,9 @@ def require_same_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: 
                 "of tables are others; use the same update, or pass load_optimizer_states=False"
             )
     module = type(optimizer).__module__
-    known = module.split(".")[0] == "zeromesh" or module.startswith("torch.optim")
+    is_known = module.split(".")[0] == "zeromesh" or module.startswith("torch.optim")
     # All others known here have states like their parameters, but for single numbers.
-    is_elementwise = known and type(optimizer).__name__ != "Adafactor"
+    is_elementwise = is_known and type(optimizer).__name__ != "Adafactor"
     keys = _state_keys(reader)  # once: it goes through all names
     groups_of, scalars_of = reader.manifest.get("members", {}), reader.manifest["scalars"]
     of_group: dict[Any, set[str]] = {}
@@ -159,8 +159,8 @@ def load_options(optimizer: Optimizer, reader: Reader) -> None:
     foreign = "imported" in reader.manifest
     for group, saved in zip(optimizer.param_groups, reader.manifest["groups"], strict=True):
         # An option that this optimizer does not have may be one of another library's.
-        kept = {key: value for key, value in unpack(saved).items() if key in group or not foreign}
-        group.update({key: _restored(group.get(key), value) for key, value in kept.items()})
+        restorable = {key: value for key, value in unpack(saved).items() if key in group or not foreign}
+        group.update({key: _restored(group.get(key), value) for key, value in restorable.items()})
 
 
 def load_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: Reader) -> None:
@@ -178,8 +178,8 @@ def load_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: Reader) 
         for key in keys:
             name = f"optimizer/{key}/{piece.name}"
             if name in reader.names:
-                known = key in in_rows  # by ``load_rows``
-                state[key] = unloaded(piece.parameter.detach()) if known else _read_state(reader, name, piece)
+                rests_in_rows = key in in_rows  # by ``load_rows``
+                state[key] = unloaded(piece.parameter.detach()) if rests_in_rows else _read_state(reader, name, piece)
         for key, value in reader.manifest["scalars"].get(piece.name, {}).items():
             state[key] = state_number(key, value, piece.parameter, groups.get(id(piece.parameter), {}))
 
@@ -210,18 +210,18 @@ def _read_state(reader: Reader, name: str, piece: Piece) -> torch.Tensor:
     return state.view(parameter.shape if like else state.shape if piece.by_row else shape)
 
 
-def read_held(reader: Reader, name: str, held: Held, start: int, stop: int, out: torch.Tensor) -> None:
+def read_held(reader: Reader, name: str, held_part: Held, start: int, stop: int, out: torch.Tensor) -> None:
     """Copy elements ``[start, stop)`` of what this rank holds of a tensor into ``out``; see ``Reader.read``."""
-    if held.split is None:
+    if held_part.split is None:
         reader.read(name, start, stop, out)
         return
 
     def read(first: int, last: int) -> torch.Tensor:
-        found = torch.empty(last - first, dtype=out.dtype)
-        reader.read(name, first, last, found)
-        return found
+        values = torch.empty(last - first, dtype=out.dtype)
+        reader.read(name, first, last, values)
+        return values
 
-    out.copy_(held.read(read, start, stop))
+    out.copy_(held_part.read(read, start, stop))
 
 
 def state_number(key: str, saved: Any, parameter: torch.Tensor, group: dict[str, Any]) -> Any:

@@ -65,7 +65,7 @@ def save(
     draft, final = folder / f"{tag}{DRAFT}", folder / tag
     rank, world = engine.mesh.rank, engine.mesh.group("world")
     mine: list[Box] = []
-    kept: dict[str, Any] = {}
+    client: dict[str, Any] = {}
     of_client: list[Box] = []
     # Or the ranks would write into different folders.
     require_agreement(world, "the tag of save_checkpoint", tag)
@@ -75,7 +75,7 @@ def save(
         if rank == 0:
             require_free(final)
         packed, tensors = pack_client_state(client_state)
-        kept.update(packed)
+        client.update(packed)
         _scheduler_state(engine)  # raises what cannot be kept, before anything is written
         if rank == 0:
             of_client.extend(tensors)
@@ -89,7 +89,7 @@ def save(
         if not draft.is_dir():
             raise OSError(f"rank {rank} does not see {draft}, which the first rank made; {ONE_FOLDER}")
         writer = ShardWriter(draft, rank, mine)
-        held.callback(writer.close)
+        resources.callback(writer.close)
         copies = []
         try:
             for box in chain(boxes(engine, True, exclude_frozen), of_client):
@@ -102,7 +102,7 @@ def save(
             raise
         if background is not None:
             background.synchronize(engine.mesh.device)
-        state = run_state(engine, kept) | {FROZEN_LEFT_OUT: exclude_frozen} if rank == 0 else {}
+        state = run_state(engine, client) | {FROZEN_LEFT_OUT: exclude_frozen} if rank == 0 else {}
         return _Part(draft, rank, world.size, writer, copies, numbers(engine), state)
 
     count = engine.config.checkpoint.keep_last if save_latest else None
@@ -122,13 +122,13 @@ def save(
     # Ranks share the disk, so that the sum of what they write has to fit.
     sizes = world.exchange(torch.tensor([sum(box.data.nbytes + MANIFEST_BYTES for box in mine)]))
     # The first rank alone holds the lock: it makes, renames and deletes folders for all.
-    with ExitStack() as held:
-        agree_run(world, WHAT, lambda: _lock(held, folder) if rank == 0 else None)
+    with ExitStack() as resources:
+        agree_run(world, WHAT, lambda: _lock(resources, folder) if rank == 0 else None)
         try:
             agree_run(world, WHAT, lambda: begin(draft, int(sizes.sum())) if rank == 0 else None)
             if background is not None:
                 part = agree_run(world, WHAT, read)
-                background.start(final, partial(write_beside, part), held.pop_all())
+                background.start(final, partial(write_beside, part), resources.pop_all())
                 return final
             part = agree_run(world, WHAT, lambda: read().written())
             agree_run(world, WHAT, lambda: finish(part) if rank == 0 else None)
@@ -188,9 +188,9 @@ class _Part:
             raise failure
 
 
-def _lock(held: ExitStack, folder: Path) -> None:
+def _lock(resources: ExitStack, folder: Path) -> None:
     try:
-        held.enter_context(locked(folder))
+        resources.enter_context(locked(folder))
     except FolderInUse as error:
         raise FolderInUse(error.errno, f"{error.strerror}; let each run save to a folder of its own") from None
     except OSError as error:
@@ -211,12 +211,12 @@ def _taken(draft: Path, ranks: int) -> list[dict[str, Any]]:
 def merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the part of the manifest that all ranks describe together."""
     shards: list[Any] = []
-    found: dict[str, dict[str, Any]] = {key: {} for key in NAMED}
+    entries_by_key: dict[str, dict[str, Any]] = {key: {} for key in NAMED}
     for part in parts:
         shards.append(part["shard"])
-        for key, known in found.items():
-            known |= part.get(key, {}) | known  # the first stage that has a name counts
-    return {"shards": shards, **found}
+        for key, entries in entries_by_key.items():
+            entries |= part.get(key, {}) | entries  # the first stage that has a name counts
+    return {"shards": shards, **entries_by_key}
 
 
 def pack_client_state(client_state: Mapping[str, Any]) -> tuple[dict[str, Any], list[Box]]:
@@ -224,17 +224,17 @@ def pack_client_state(client_state: Mapping[str, Any]) -> tuple[dict[str, Any], 
     apart: dict[str, torch.Tensor] = {}
     packed: dict[str, Any] = pack(dict(client_state), "client_state", apart)
     filled = ((name, tensor) for name, tensor in apart.items() if tensor.numel())
-    return packed, [Box(name, tuple(one.shape), 0, one.numel(), one.flatten()) for name, one in filled]
+    return packed, [Box(name, tuple(tensor.shape), 0, tensor.numel(), tensor.flatten()) for name, tensor in filled]
 
 
 def numbers(engine: RunState) -> dict[str, Any]:
     """Return what this rank describes of its shard, beside the boxes."""
     plain = plain_names(engine.sharded.model)
-    found: dict[str, Any] = {"scalars": scalars(engine), "members": members(engine)}
+    facts: dict[str, Any] = {"scalars": scalars(engine), "members": members(engine)}
     if engine.mesh.group("stage").rank == 0:
-        names = {name: plain(one) for name, one in tied(engine.sharded).items()}
-        found |= {"parameters": parameters(engine.sharded), "tied": names}
-    named = {key: {plain(name): value for name, value in part.items()} for key, part in found.items()}
+        names = {name: plain(owner) for name, owner in tied(engine.sharded).items()}
+        facts |= {"parameters": parameters(engine.sharded), "tied": names}
+    named = {key: {plain(name): value for name, value in part.items()} for key, part in facts.items()}
     return named | {"extra": extra_state(engine.sharded)[0]}
 
 

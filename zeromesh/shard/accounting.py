@@ -36,5 +36,5 @@ def allocations(sharded: ShardedModel) -> Iterator[tuple[str, str, int]]:
     for buffer in sharded.model.buffers():
         yield "buffer", "device", buffer.nbytes
     # By address, because layers share tables of a library.
-    scales = {one.data_ptr(): one.nbytes for _, layer in layers(sharded.model) for one in states(layer)}
+    scales = {scale.data_ptr(): scale.nbytes for _, layer in layers(sharded.model) for scale in states(layer)}
     yield "buffer", "device", sum(scales.values())

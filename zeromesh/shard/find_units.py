@@ -43,8 +43,8 @@ def find_units(model: nn.Module, targets: Sequence[str] = ()) -> list[tuple[str,
     """
     if targets:
         leaves = [(name, module) for name, module in model.named_modules() if is_leaf(module)]
-        found = dict([*_matching(model, targets), *((name, one) for name, one in leaves if name and _elements(one))])
-        return [(name, module) for name, module in found.items() if not _inside(name, leaves)]
+        units = dict([*_matching(model, targets), *((name, leaf) for name, leaf in leaves if name and _elements(leaf))])
+        return [(name, module) for name, module in units.items() if not _inside(name, leaves)]
     # The elements of lists of blocks (`ModuleList` and the like, at any depth, so the model may hold a Hugging Face
     # model as a submodule), then the large modules that are left, such as an embedding or a head.
     total = _elements(model)
@@ -57,12 +57,12 @@ def find_units(model: nn.Module, targets: Sequence[str] = ()) -> list[tuple[str,
 
 def unit_modules(model: nn.Module, targets: Sequence[str] = ()) -> list[tuple[str, nn.Module]]:
     """Return the modules that are fetched by themselves: ``find_units``, and tiles of linear layers inside them."""
-    found = dict(find_units(model, targets))
+    units = dict(find_units(model, targets))
     leaves = [(name, module) for name, module in model.named_modules() if is_leaf(module)]
     tiles = [(name, module) for name, module in model.named_modules() if isinstance(module, Tile)]
-    found |= {name: module for name, module in tiles if not _inside(name, leaves)}
+    units |= {name: module for name, module in tiles if not _inside(name, leaves)}
     order = {name: number for number, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
-    return sorted(found.items(), key=lambda item: order[item[0]])
+    return sorted(units.items(), key=lambda item: order[item[0]])
 
 
 def mark_leaf(module: nn.Module, leaf: bool = True) -> None:
@@ -105,9 +105,11 @@ def _candidates(module: nn.Module, name: str, total: int) -> Iterator[tuple[str,
             yield from _candidates(child, path, total)
             continue
         # A module whose parameters are its own, as an attention's are, is not cut further.
-        lists = [one for one in child.children() if isinstance(one, PARAMETER_LISTS)]
-        own = sum(parameter.numel() for one in (child, *lists) for parameter in one.parameters(recurse=False))
-        if is_leaf(child) or 2 * own >= _elements(child) or (block and not _too_large(child, total)):
+        lists = [grandchild for grandchild in child.children() if isinstance(grandchild, PARAMETER_LISTS)]
+        own_elements = sum(
+            parameter.numel() for holder in (child, *lists) for parameter in holder.parameters(recurse=False)
+        )
+        if is_leaf(child) or 2 * own_elements >= _elements(child) or (block and not _too_large(child, total)):
             yield path, child
         else:
             yield from _candidates(child, path, total)
@@ -219,11 +221,11 @@ def check_compiled(model: nn.Module, targets: Sequence[str] = ()) -> None:
     names = [name for name, _ in unit_modules(model, targets)]
     for path, module in model.named_modules():
         # The wrapper that torch.compile gives and a compiled forward leave the hooks of the module itself outside.
-        whole = module._compiled_call_impl is not None and path in names
+        is_compiled_unit = module._compiled_call_impl is not None and path in names
         inside = [name for name in names if name.startswith(f"{path}.") or not path]
         forward = module.__dict__.get("forward")
         compiled = module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
-        if (whole or inside) and compiled:
+        if (is_compiled_unit or inside) and compiled:
             raise ValueError(
                 f"{path or 'the model'} is compiled and holds the unit {(inside or [path])[0]}; {_PASS_PLAIN}"
             )

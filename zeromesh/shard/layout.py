@@ -55,10 +55,10 @@ class Layout:
         """Lay the parameters out one after the other; of those in ``split``, what this rank holds."""
         align = max(1, ALIGNMENT // dtype.itemsize)
         segments, position = [], 0
-        for name, whole in named_shapes:
-            held = (split or {}).get(name) or Held(tuple(whole))
-            shape = torch.Size(held.shape)
-            segments.append(Segment(name, shape, position, position + shape.numel(), held))
+        for name, full_shape in named_shapes:
+            held_part = (split or {}).get(name) or Held(tuple(full_shape))
+            shape = torch.Size(held_part.shape)
+            segments.append(Segment(name, shape, position, position + shape.numel(), held_part))
             position = round_up(position + shape.numel(), align)
         return cls(dtype, trainable, tuple(segments), shards, padded(max(position, 1), dtype.itemsize, shards))
 

@@ -63,8 +63,8 @@ class ModelPart:
 def make_units(model: nn.Module, targets: Sequence[str], tables: Collection[str] = ()) -> list[Unit]:
     """The units of a model, the root first, without parameters yet; see ``unit_modules``. Tables are no units."""
     units = [Unit(0, "", model, None)]
-    found = [(name, module) for name, module in unit_modules(model, targets) if name not in tables]
-    for index, (name, module) in enumerate(found, start=1):
+    named_modules = [(name, module) for name, module in unit_modules(model, targets) if name not in tables]
+    for index, (name, module) in enumerate(named_modules, start=1):
         enclosing = [u for u in units if u.name == "" or name.startswith(u.name + ".")]
         units.append(Unit(index, name, module, max(enclosing, key=lambda u: len(u.name))))
     return units
@@ -81,16 +81,16 @@ def lay_out(
     owned = assign(units[0].module, [*(unit.name for unit in units[1:]), *sharding.tables.modules])
     sizes = [sum(p.numel() for _, p in owned[unit.name] if p.requires_grad) for unit in units]
     away = offloaded_units(sizes, sharding.row, accumulates)
-    found: list[tuple[Unit, list[Flat], PlacementRow]] = []
+    placements: list[tuple[Unit, list[Flat], PlacementRow]] = []
     number, chosen = 0, dtypes(units[0].module, sharding.precision)
     for unit, is_away in zip(units, away, strict=True):
         row, flats = sharding.row if is_away else sharding.row.on_device, []
         kinds = _kinds(owned[unit.name], chosen, sharding, part.tied)
         for (dtype, trainable, tied_stages, narrow), members in kinds.items():
             shapes = [(name, parameter.shape) for name, parameter in members]
-            whole = {name: Held(tuple(shape), rank=tensor.rank, ranks=tensor.size) for name, shape in shapes}
-            held = {name: part.split.get(name) or whole[name] for name in whole}
-            layout = Layout.build(shapes, dtype, trainable, mesh.shard.size, held)
+            unsplit = {name: Held(tuple(shape), rank=tensor.rank, ranks=tensor.size) for name, shape in shapes}
+            held_parts = {name: part.split.get(name) or unsplit[name] for name in unsplit}
+            layout = Layout.build(shapes, dtype, trainable, mesh.shard.size, held_parts)
             # What is frozen has no master that it could rest in.
             its_row = row if trainable else sharding.row
             flat = Flat(layout, [parameter for _, parameter in members], number, its_row, mesh, tied_stages)
@@ -105,8 +105,8 @@ def lay_out(
             for offset, purpose in enumerate(PURPOSES):
                 mesh.shard.purposes[flat.tag + offset] = f"{purpose} of {unit}"
             number += 1
-        found.append((unit, flats, row))
-    return found
+        placements.append((unit, flats, row))
+    return placements
 
 
 def _kinds(

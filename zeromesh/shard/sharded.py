@@ -207,12 +207,12 @@ class ShardedModel:
     @property
     def pieces(self) -> dict[int, Piece | None]:
         """Return this rank's piece of each trainable parameter, by its ``id``; None if the rank holds nothing of it."""
-        found: dict[int, Piece | None] = {}
+        pieces: dict[int, Piece | None] = {}
         for flat in self.flats:
             if flat.layout.trainable:
-                found |= {id(parameter): None for parameter in flat.parameters}
-                found |= {id(flat.parameters[index]): piece for index, _, piece in flat.pieces}
-        return found
+                pieces |= {id(parameter): None for parameter in flat.parameters}
+                pieces |= {id(flat.parameters[index]): piece for index, _, piece in flat.pieces}
+        return pieces
 
     def complete(self, notes: Sequence[float]) -> Agreement:
         """Finish the reductions at the accumulation boundary, and exchange notes. Collective."""
@@ -356,16 +356,16 @@ class ShardedModel:
             picked = [(piece, pick(flat, local, piece)) for position, local, piece in flat.pieces if position == index]
             mine = [(piece, None if value is None else value.flatten()) for piece, value in picked]
         # A rank may hold no piece, or none with a state yet: all of them together say whether there is anything.
-        known = torch.tensor([float(any(value is not None for _, value in mine))], dtype=torch.float64)
-        if not bool(self.mesh.shard.exchange(known).any()):
+        present = torch.tensor([float(any(value is not None for _, value in mine))], dtype=torch.float64)
+        if not bool(self.mesh.shard.exchange(present).any()):
             return None
-        whole = torch.zeros(segment.shape.numel(), dtype=flat.master.dtype, device=self.mesh.device)
+        full = torch.zeros(segment.shape.numel(), dtype=flat.master.dtype, device=self.mesh.device)
         for piece, value in mine:
             if value is not None:
-                whole[piece.start : piece.stop] = value
+                full[piece.start : piece.stop] = value
         if flat.own.stop - flat.own.start < flat.layout.size:
-            self.mesh.shard.all_reduce(whole, flat.tag + 3)
-        return join(segment.held, whole.view(segment.shape), self.mesh)
+            self.mesh.shard.all_reduce(full, flat.tag + 3)
+        return join(segment.held, full.view(segment.shape), self.mesh)
 
     @property
     def parts(self) -> list[Unit | Table]:
@@ -395,9 +395,9 @@ class ShardedModel:
                     flat.rebind(index)
 
     def _whole(self, flat: Flat) -> torch.Tensor:
-        whole = self.assemble(flat, 0, lambda _, __, piece: piece.parameter.detach())
-        assert whole is not None
-        return whole.to(flat.layout.dtype)
+        tensor = self.assemble(flat, 0, lambda _, __, piece: piece.parameter.detach())
+        assert tensor is not None
+        return tensor.to(flat.layout.dtype)
 
     def take_value(self, flat: Flat, index: int, rank: int) -> None:
         """Give every rank, and the masters, the value that rank ``rank`` has of a gathered parameter."""
@@ -442,6 +442,6 @@ class ShardedModel:
 def _count_elements(layouts: Sequence[Layout], mesh: Mesh) -> list[int]:
     """Return the elements of all parameters, and of those that are trained, over all pipeline stages."""
     sizes = [(prod(segment.held.whole), layout.trainable) for layout in layouts for segment in layout.segments]
-    own = torch.tensor([sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)])
-    found: list[int] = mesh.group("pipeline").exchange(own).sum(0).tolist()
-    return found
+    counts = torch.tensor([sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)])
+    totals: list[int] = mesh.group("pipeline").exchange(counts).sum(0).tolist()
+    return totals

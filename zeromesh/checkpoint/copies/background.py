@@ -108,11 +108,11 @@ class BackgroundSaves:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 
-    def start(self, folder: Path, work: Callable[[Failures], None], held: ExitStack) -> None:
-        """Run ``work``, which writes the checkpoint ``folder``, in a thread; it closes ``held`` in the end."""
+    def start(self, folder: Path, work: Callable[[Failures], None], resources: ExitStack) -> None:
+        """Run ``work``, which writes the checkpoint ``folder``, in a thread; it closes ``resources`` in the end."""
         self._known = False
         failures = Failures(self._mesh.store, next(_numbers.setdefault(dist.group.WORLD, count())))
-        self._thread = _SaveThread(folder, partial(work, failures), held)
+        self._thread = _SaveThread(folder, partial(work, failures), resources)
         try:
             self._thread.start()
         except RuntimeError:  # the system has no more threads
@@ -164,10 +164,10 @@ class _SaveThread(Worker):
 
     # It holds Python's lock only between system calls and hashes of megabytes each; see ADR 26.
 
-    def __init__(self, folder: Path, work: Callable[[], None], held: ExitStack) -> None:
+    def __init__(self, folder: Path, work: Callable[[], None], resources: ExitStack) -> None:
         super().__init__(self.write, f"zeromesh save {folder.name}", daemon=False)
         self.folder, self.failure = folder, cast(Exception | None, None)
-        self._writes, self._held = work, held
+        self._writes, self._held = work, resources
 
     def write(self) -> None:
         """Write the checkpoint, and keep and log a failure."""
@@ -215,11 +215,11 @@ class Failures:
 
     def among(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return the failures of some ranks that are known so far, by rank."""
-        known = {rank: self._own[rank] for rank in ranks if rank in self._own}
+        failures = {rank: self._own[rank] for rank in ranks if rank in self._own}
         if self._store is not None and self._store.check([f"{self._key}/any"]):
-            keys = {rank: f"{self._key}/{rank}" for rank in ranks if rank not in known}
-            known |= {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
-        return known
+            keys = {rank: f"{self._key}/{rank}" for rank in ranks if rank not in failures}
+            failures |= {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+        return failures
 
 
 def wait_for_ranks(draft: Path, ranks: int, failures: Failures) -> None:

@@ -70,7 +70,9 @@ class MemoryCopies:
         self._files: dict[Path, torch.Tensor] = {}  # mapped to memory
         # A node is what shares a folder in memory: its ranks' parts are lost together. Ranks by node, in order.
         where = texts(self._world, place())
-        self._nodes = [[rank for rank, one in enumerate(where) if one == node] for node in dict.fromkeys(where)]
+        self._nodes = [
+            [rank for rank, location in enumerate(where) if location == node] for node in dict.fromkeys(where)
+        ]
         self._node = next(number for number, ranks in enumerate(self._nodes) if self._rank in ranks)
         # Of their own, as a thread uses them beside the other collectives.
         self._links = prove(dist.new_group(backend="gloo")) if len(self._nodes) > 1 else None
@@ -96,18 +98,18 @@ class MemoryCopies:
         agree_run(self._world, WHAT, self._settle)
         if self._kept is None or self._kept.folder != folder:
             self._begin(folder)
-        kept = self._kept
-        assert kept is not None
-        slot = kept.slot(self._sequence + 1)
+        run_copies = self._kept
+        assert run_copies is not None
+        slot = run_copies.slot(self._sequence + 1)
         data, text = agree_run(self._world, WHAT, lambda: self._write(slot, engine, client_state))
         self._sequence += 1  # only now: another try must not write over the copy before
-        kept.own()
+        run_copies.own()
         if self._links is not None:
             sources = [rank for rank in range(self._world.size) if self._rank in self._targets(rank)]
             sizes = self._world.exchange(torch.tensor([data.numel()], device="cpu")).flatten().tolist()
             # Here, where all ranks hear of it if there is no room.
             agree_run(self._world, WHAT, lambda: [self._room(slot, rank, sizes[rank]) for rank in sources])
-            kept.begin(Exchange(partial(self._send, slot, (data, text), sources)))
+            run_copies.begin(Exchange(partial(self._send, slot, (data, text), sources)))
 
     def _settle(self) -> None:
         if self._kept is not None:
@@ -175,8 +177,10 @@ class MemoryCopies:
 
     def _tidy(self, slot: Path) -> None:
         """Delete the parts that are not for this node, but were put together here for a start."""
-        own = self._nodes[self._node]
-        wanted = {rank for rank in range(self._world.size) if rank in own or {*own} & {*self._targets(rank)}}
+        node_ranks = self._nodes[self._node]
+        wanted = {
+            rank for rank in range(self._world.size) if rank in node_ranks or {*node_ranks} & {*self._targets(rank)}
+        }
         for path in sorted(slot.glob("rank_*")):  # descriptions first: they say that a part is complete
             if int(path.name[5:10]) not in wanted:
                 path.unlink()
@@ -190,8 +194,8 @@ class MemoryCopies:
         description(slot, rank).unlink(missing_ok=True)
         (slot / MANIFEST).unlink(missing_ok=True)
         path = slot / shard_file(rank)
-        found = self._files.get(path)
-        if found is None or not nbytes <= found.numel() <= 2 * nbytes + SLACK:
+        memory = self._files.get(path)
+        if memory is None or not nbytes <= memory.numel() <= 2 * nbytes + SLACK:
             # A little more, as the length of some states, such as those of random numbers in JSON, is not always the
             # same: new memory is slow. The file is of any length at least ``nbytes``.
             size = -(-nbytes // SLACK) * SLACK + SLACK
@@ -199,12 +203,12 @@ class MemoryCopies:
                 path.unlink(missing_ok=True)
                 allocate(path, size)
             # Shared: what is written there is in the file at once, whatever becomes of this process.
-            found = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+            memory = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
             if self._device.type == "cuda":
                 with suppress(RuntimeError):  # so much cannot be page-locked; copies take longer then
-                    lock_pages(found.untyped_storage())
-            self._files[path] = found
-        return found[:nbytes]
+                    lock_pages(memory.untyped_storage())
+            self._files[path] = memory
+        return memory[:nbytes]
 
     def _send(self, slot: Path, part: tuple[torch.Tensor, str], sources: list[int]) -> None:
         """Send this rank's part to those that keep it, and take those of ``sources``."""
@@ -238,24 +242,24 @@ class MemoryCopies:
 
         said = texts(self._world, json.dumps(agree_run(self._world, "look for copies", look)))[0]
         name, on_disk, life = json.loads(said)
-        kept = self._kept
-        if kept is None or kept.name != name:  # or this engine goes back to its own copy
+        run_copies = self._kept
+        if run_copies is None or run_copies.name != name:  # or this engine goes back to its own copy
             self.forget()
             if name is None:
                 return None
-            kept = self._kept_of(folder, name)
-        found = self._choose(kept, on_disk)
-        if found is None:
-            kept.leave(failed=True)
+            run_copies = self._kept_of(folder, name)
+        copy = self._choose(run_copies, on_disk)
+        if copy is None:
+            run_copies.leave(failed=True)
             self._kept = None
             return None
-        self._kept, self._sequence, self._life = kept, found.sequence, life
-        _log.info("the run goes on from the copy in memory of step %d", found.steps)
-        return kept.slot(found.sequence)
+        self._kept, self._sequence, self._life = run_copies, copy.sequence, life
+        _log.info("the run goes on from the copy in memory of step %d", copy.steps)
+        return run_copies.slot(copy.sequence)
 
-    def _choose(self, kept: Kept, on_disk: int) -> _Copy | None:
+    def _choose(self, run_copies: Kept, on_disk: int) -> _Copy | None:
         """Return the copy to go on from, which is complete on each node; None for the disk's ``on_disk`` updates."""
-        mine = agree_run(self._world, "look for copies", lambda: _parts(kept) if self._leads else [])
+        mine = agree_run(self._world, "look for copies", lambda: _parts(run_copies) if self._leads else [])
         by_rank = [json.loads(text) for text in texts(self._world, json.dumps(mine))]
         on_node = [by_rank[ranks[0]] for ranks in self._nodes]
         if None in on_node:
@@ -265,19 +269,22 @@ class MemoryCopies:
         newest = _newest(on_node)
         if newest is None or newest.steps < on_disk:
             return None
-        agree_run(self._world, "look for copies", kept.hold)  # also on nodes that have none yet
-        if not self._fetch(kept, newest, on_node):
+        agree_run(self._world, "look for copies", run_copies.hold)  # also on nodes that have none yet
+        if not self._fetch(run_copies, newest, on_node):
             return None
-        agree_run(self._world, "put copies together", lambda: _put_together(kept, newest) if self._leads else None)
+        agree_run(
+            self._world, "put copies together", lambda: _put_together(run_copies, newest) if self._leads else None
+        )
         return newest
 
-    def _fetch(self, kept: Kept, copy: _Copy, on_node: list[list[list[Any]]]) -> bool:
+    def _fetch(self, run_copies: Kept, copy: _Copy, on_node: list[list[list[Any]]]) -> bool:
         """Let all nodes have all parts of a copy. Return False if one has no room for them."""
-        slot, me = kept.slot(copy.sequence), self._node
+        slot, me = run_copies.slot(copy.sequence), self._node
         has: list[dict[int, int]] = [
-            {part.rank: part.nbytes for part in map(_Part._make, found) if part.copy == copy} for found in on_node
+            {part.rank: part.nbytes for part in map(_Part._make, node_parts) if part.copy == copy}
+            for node_parts in on_node
         ]
-        sizes = {rank: size for own in has for rank, size in own.items()}
+        sizes = {rank: size for node_sizes in has for rank, size in node_sizes.items()}
         rooms, failure = catch(
             lambda: {rank: self._room(slot, rank, sizes[rank]) for rank in range(copy.ranks)
                      if rank not in has[me] and self._leads}
@@ -289,16 +296,16 @@ class MemoryCopies:
             return False
         # In one order on all ranks, so that none waits for another that waits for it.
         for rank in range(copy.ranks):
-            source = next(self._nodes[node][0] for node, own in enumerate(has) if rank in own)
-            for node, own in enumerate(has):
+            source = next(self._nodes[node][0] for node, node_sizes in enumerate(has) if rank in node_sizes)
+            for node, node_sizes in enumerate(has):
                 target = self._nodes[node][0]
-                if rank not in own and self._rank == source:
+                if rank not in node_sizes and self._rank == source:
                     text = description(slot, rank).read_text(encoding="utf-8")
                     size = has[me][rank]
                     data = torch.from_file(str(slot / shard_file(rank)), shared=True, size=size, dtype=torch.uint8)
                     for number, message in enumerate(_messages((data, text))):
                         dist.send(message, target, self._links, number)
-                elif rank not in own and self._rank == target:
+                elif rank not in node_sizes and self._rank == target:
                     self._receive(slot, rank, source)
         del rooms
         return True
@@ -336,29 +343,29 @@ class _Part(NamedTuple):
         return _Copy(*self[:4])
 
 
-def _parts(kept: Kept) -> list[_Part] | None:
+def _parts(run_copies: Kept) -> list[_Part] | None:
     """Return the parts on this node; None if another process writes them."""
-    if not kept.here.is_dir():
+    if not run_copies.here.is_dir():
         return []
     try:
-        kept.hold()
+        run_copies.hold()
     except FolderInUse:
         return None
-    found = []
-    for path in sorted(kept.here.glob("copy_*/rank_*.json")):
+    parts = []
+    for path in sorted(run_copies.here.glob("copy_*/rank_*.json")):
         data = path.with_suffix(".safetensors")
         with suppress(OSError, ValueError, LookupError, TypeError):  # half of a part is none
             words, size = json.loads(path.read_text(encoding="utf-8")), data.stat().st_size
             named_by = (words["life"], words["sequence"], words["ranks"], words["global_steps"])
             if size >= max((box["bytes"][1] for box in words["shard"]["boxes"]), default=0):
-                found.append(_Part(*named_by, int(path.stem[5:]), size))
-    return found
+                parts.append(_Part(*named_by, int(path.stem[5:]), size))
+    return parts
 
 
 def _newest(on_node: list[list[list[Any]]]) -> _Copy | None:
     """Return the newest copy with all its parts on some node; tell where a newer one lacks some."""
     parts: dict[_Copy, set[int]] = {}
-    for part in (_Part._make(one) for found in on_node for one in found):
+    for part in (_Part._make(fields) for node_parts in on_node for fields in node_parts):
         parts.setdefault(part.copy, set()).add(part.rank)
     for copy in sorted(parts, key=lambda copy: copy.sequence, reverse=True):
         lacking = sorted(set(range(copy.ranks)) - parts[copy])
@@ -368,9 +375,9 @@ def _newest(on_node: list[list[list[Any]]]) -> _Copy | None:
     return None
 
 
-def _put_together(kept: Kept, copy: _Copy) -> None:
+def _put_together(run_copies: Kept, copy: _Copy) -> None:
     """Write the manifest of a copy, so that it is read as a checkpoint."""
-    slot = kept.slot(copy.sequence)
+    slot = run_copies.slot(copy.sequence)
     parts = [json.loads(description(slot, rank).read_text(encoding="utf-8")) for rank in range(copy.ranks)]
     write_manifest(slot, parts[0]["state"] | merged(parts))
 

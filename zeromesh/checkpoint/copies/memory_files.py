@@ -39,8 +39,8 @@ def root() -> Path:
 def place() -> str:
     """Return what is the same for all processes that share the folder in memory, and differs elsewhere."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    found = root().stat()
-    return f"{boot.read_text().strip() if boot.is_file() else socket.gethostname()} {found.st_dev} {found.st_ino}"
+    status = root().stat()
+    return f"{boot.read_text().strip() if boot.is_file() else socket.gethostname()} {status.st_dev} {status.st_ino}"
 
 
 def mark(folder: Path, name: str) -> None:
@@ -51,8 +51,8 @@ def mark(folder: Path, name: str) -> None:
 def marked(folder: Path) -> str | None:
     """Return the name of the copies of the run that saves to ``folder``; None if there are none on any node."""
     try:
-        found = json.loads(read_text(folder / MARK))
-        name, of = str(found["name"]), found["of"]
+        record = json.loads(read_text(folder / MARK))
+        name, of = str(record["name"]), record["of"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
     # Folders of this name are deleted, so it must not lead elsewhere; nor is a copied folder that of the run.
@@ -120,8 +120,8 @@ class Kept:
             return
         with suppress(FileExistsError):
             self.here.mkdir(mode=0o700)
-        found = self.here.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != user() or found.st_mode & 0o077:
+        status = self.here.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != user() or status.st_mode & 0o077:
             raise PermissionError(errno.EACCES, "it is no folder of this user alone; delete it", str(self.here))
         end = time.monotonic() + PATIENCE
         while not self.held:

@@ -74,12 +74,12 @@ def _require_all(folder: Path, optimizer: list[Any], models: list[Any]) -> None:
     wanted = max(counts) if isinstance(counts, list) else counts
     if len(optimizer) != wanted:
         raise ValueError(f"{folder} has {OPTIMIZER} of {len(optimizer)} of {wanted} ranks; copy the others, too")
-    held = [state.get("base_optimizer_state") or state["optimizer_state_dict"] for state in optimizer]
-    steps = [float(one["state"][0]["step"]) for one in held if "step" in one["state"].get(0, ())]
-    for what, found in (("updates", [model["global_steps"] for model in models]), ("steps of the optimizer", steps)):
-        if len(set(found)) > 1:
+    states = [state.get("base_optimizer_state") or state["optimizer_state_dict"] for state in optimizer]
+    steps = [float(state["state"][0]["step"]) for state in states if "step" in state["state"].get(0, ())]
+    for what, numbers in (("updates", [model["global_steps"] for model in models]), ("steps of the optimizer", steps)):
+        if len(set(numbers)) > 1:
             raise ValueError(
-                f"{folder} mixes files of several checkpoints: the {what} by rank are {', '.join(map(str, found))}; "
+                f"{folder} mixes files of several checkpoints: the {what} by rank are {', '.join(map(str, numbers))}; "
                 "copy all files of one of them"
             )
 
@@ -88,17 +88,17 @@ def _read_stage_0(path: Path, is_trained: IsTrained) -> Contents:
     """Return the contents of the file of stage 0, whose optimizer is torch's own or one around it for 16 bits."""
     model, contents = read_tensors(path), Contents("a DeepSpeed checkpoint without ZeRO")
     model["module"] = contents.take_extra(model["module"])
-    held = model["optimizer"]
-    if held is None or "fp32_groups_flat" in held:
+    optimizer = model["optimizer"]
+    if optimizer is None or "fp32_groups_flat" in optimizer:
         raise ValueError(
-            f"{path} has {'no states of an optimizer' if held is None else 'fp32_groups_flat, without names'}, and no "
-            f"file beside it ends in {OPTIMIZER}; copy those, or load it in DeepSpeed and save it with ZeRO"
+            f"{path} has {'no states of an optimizer' if optimizer is None else 'fp32_groups_flat, without names'}, "
+            f"and no file beside it ends in {OPTIMIZER}; copy those, or load it in DeepSpeed and save it with ZeRO"
         )
     module, buffers = model["module"], model.get("buffer_names") or ()
-    contents.take(tied=shared_names(module), loss_scale=loss_scale(held))
+    contents.take(tied=shared_names(module), loss_scale=loss_scale(optimizer))
     state = {name: value for name, value in module.items() if name not in {*buffers, *contents.tied}}
-    masters = [value for group in held.get("fp32_groups", ()) for value in group]
-    values = add_numbered(contents, state, held.get("optimizer_state_dict", held), is_trained, masters)
+    masters = [value for group in optimizer.get("fp32_groups", ()) for value in group]
+    values = add_numbered(contents, state, optimizer.get("optimizer_state_dict", optimizer), is_trained, masters)
     for name in contents.members:
         contents.add(f"parameter/{name}", values.get(name, state[name]))
     read_model_states(contents, model, model.get("ds_config") or {})
@@ -110,7 +110,7 @@ def read_model_states(contents: Contents, model: Mapping[str, Any], config: Mapp
     """Take what all kinds of DeepSpeed's checkpoints keep beside the tensors that are sharded."""
     module: Mapping[str, torch.Tensor] = contents.take_extra(model["module"])
     # Stage 0 writes neither; there they are known already.
-    tied = {name: own for name, own in (model.get("shared_params") or contents.tied).items() if name != own}
+    tied = {name: owner for name, owner in (model.get("shared_params") or contents.tied).items() if name != owner}
     shapes = [contents.members] if model["param_shapes"] is None else model["param_shapes"]
     buffers = set(model.get("buffer_names") or ())
     for name in sorted(buffers & module.keys()):
@@ -134,8 +134,8 @@ def loss_scale(scaler: Any) -> dict[str, Any] | None:
     if not isinstance(fields, dict) or not (fields.get("dynamic") or fields.get("dynamic_loss_scale")):
         return None
     good = fields["cur_iter"] - fields["last_overflow_iter"] - 1
-    found = {"scale": fields["cur_scale"], "hysteresis": fields.get("cur_hysteresis", 1), "good_steps": max(0, good)}
-    return found | {"window": fields["scale_window"], "minimum": fields.get("min_scale", 1)}
+    state = {"scale": fields["cur_scale"], "hysteresis": fields.get("cur_hysteresis", 1), "good_steps": max(0, good)}
+    return state | {"window": fields["scale_window"], "minimum": fields.get("min_scale", 1)}
 
 
 def _read_stage_1(contents: Contents, model: Mapping[str, Any], optimizer: list[Any]) -> None:

@@ -53,11 +53,11 @@ def detect(path: Path, tag: str | None = None) -> tuple[CheckpointFormat, Path] 
         tag: the name of a checkpoint in the folder.
     """
     for folder in _candidates(path, tag):
-        for one in FORMATS:
-            if folder.is_dir() and any(folder.glob(one.pattern)):
-                return one, folder
-            if folder.is_file() and folder.match(one.pattern):
-                return one, folder if one.in_file else folder.parent
+        for kind in FORMATS:
+            if folder.is_dir() and any(folder.glob(kind.pattern)):
+                return kind, folder
+            if folder.is_file() and folder.match(kind.pattern):
+                return kind, folder if kind.in_file else folder.parent
     return None
 
 
@@ -88,22 +88,22 @@ def _candidates(path: Path, tag: str | None) -> Iterator[Path]:
 
 def require_format(path: Path, tag: str | None) -> tuple[CheckpointFormat, Path]:
     """Return what ``detect`` finds; raise ValueError, with what was looked for, if that is nothing."""
-    found = detect(path, tag) if path.exists() else None
-    if found is None:
-        looked = "; ".join(f"{one.title} ({one.pattern})" for one in FORMATS)
+    detected = detect(path, tag) if path.exists() else None
+    if detected is None:
+        looked = "; ".join(f"{kind.title} ({kind.pattern})" for kind in FORMATS)
         what = "does not exist" if not path.exists() else "has no checkpoint" + (f" {tag!r}" if tag else "")
         raise ValueError(f"{str(path)!r} {what}; looked for {looked}. Name a folder that has one of these files")
-    one, place = found
-    return one, _only(sorted(place.glob(one.pattern))) if one.in_file and place.is_dir() else place
+    kind, place = detected
+    return kind, _only(sorted(place.glob(kind.pattern))) if kind.in_file and place.is_dir() else place
 
 
 def foreign(path: Path, tag: str | None) -> str | None:
     """Return the remedy where a folder has a checkpoint of another library; None otherwise."""
-    found = detect(path, tag)
+    detected = detect(path, tag)
     # Weights alone are no checkpoint of a run, which may keep its first one beside them.
-    if found is None or found[0].name in ("zeromesh", "hf"):
+    if detected is None or detected[0].name in ("zeromesh", "hf"):
         return None
     return (
-        f"{found[1]} is {found[0].title}: run `zeromesh convert {path} FOLDER` first, which writes one that loads on "
-        "any number of ranks at any ZeRO stage, and load FOLDER"
+        f"{detected[1]} is {detected[0].title}: run `zeromesh convert {path} FOLDER` first, which writes one that "
+        "loads on any number of ranks at any ZeRO stage, and load FOLDER"
     )

@@ -133,9 +133,9 @@ class Contents:
         if self.scheduler is not None:
             pack(self.scheduler[0], "the scheduler's state")  # raises for what is no value
 
-    def take(self, **found: Any) -> None:
+    def take(self, **attributes: Any) -> None:
         """Add to lists, sets and dicts, and set the other attributes."""
-        for name, value in found.items():
+        for name, value in attributes.items():
             present = getattr(self, name)
             if isinstance(present, list):
                 present.extend(value)
@@ -193,7 +193,7 @@ class Contents:
         self.parts = parts
         self.frozen = set(map(rename, self.frozen))
         self.extra = {rename(name): value for name, value in self.extra.items()}
-        self.tied = {rename(name): rename(own) for name, own in self.tied.items()}
+        self.tied = {rename(name): rename(owner) for name, owner in self.tied.items()}
         self.dtypes = {rename(name): dtype for name, dtype in self.dtypes.items()}
         self.members = {rename(name): group for name, group in self.members.items()}
         self.numbers = {rename(name): numbers for name, numbers in self.numbers.items()}
@@ -246,8 +246,8 @@ def whole(parts: Iterable[StoredRange]) -> torch.Tensor:
 
 def tensors(contents: Contents) -> Iterator[tuple[str, str, list[StoredRange]]]:
     """Yield the kind, the name and the parts of each tensor."""
-    found: dict[str, list[StoredRange]] = {}
+    parts_by_name: dict[str, list[StoredRange]] = {}
     for part in contents.parts:
-        found.setdefault(part.name, []).append(part)
-    for full, parts in found.items():
+        parts_by_name.setdefault(part.name, []).append(part)
+    for full, parts in parts_by_name.items():
         yield *full.split("/", 1), parts  # type: ignore[misc]

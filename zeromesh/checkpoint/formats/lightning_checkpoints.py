@@ -19,28 +19,28 @@ IsTrained = Callable[[str], bool | None]
 
 def read(path: Path, is_trained: IsTrained = bool) -> Contents:
     """Return the contents of a .ckpt file."""
-    held = read_tensors(path)
-    if not isinstance(held, dict) or "state_dict" not in held:
+    checkpoint = read_tensors(path)
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise ValueError(f"{path} has no 'state_dict', and is no checkpoint of Lightning; name another file")
     contents = Contents("a Lightning checkpoint")
-    state = contents.take_extra(held["state_dict"])
+    state = contents.take_extra(checkpoint["state_dict"])
     contents.take(tied=shared_names(state))
     state = {name: tensor for name, tensor in state.items() if name not in contents.tied}
     for name, tensor in state.items():
         contents.add(f"parameter/{name}", tensor)
-    optimizers = held.get("optimizer_states") or []
+    optimizers = checkpoint.get("optimizer_states") or []
     if len(optimizers) > 1:
         contents.left.append(f"the states of {len(optimizers)} optimizers: an engine has one optimizer")
     elif optimizers:
         add_numbered(contents, state, optimizers[0], is_trained)
-    schedulers = held.get("lr_schedulers") or []
+    schedulers = checkpoint.get("lr_schedulers") or []
     if len(schedulers) == 1:
         contents.scheduler = schedulers[0], None
     elif schedulers:
         contents.left.append(f"the states of {len(schedulers)} schedulers: an engine has one scheduler")
-    contents.progress = {"global_steps": int(held.get("global_step", 0))}
-    contents.client = {key: held[key] for key in ("epoch", "hyper_parameters") if held.get(key)}
-    contents.left += [f"{key!r}, which only Lightning reads" for key in ("loops", "callbacks") if held.get(key)]
+    contents.progress = {"global_steps": int(checkpoint.get("global_step", 0))}
+    contents.client = {key: checkpoint[key] for key in ("epoch", "hyper_parameters") if checkpoint.get(key)}
+    contents.left += [f"{key!r}, which only Lightning reads" for key in ("loops", "callbacks") if checkpoint.get(key)]
     return contents
 
 
@@ -50,7 +50,7 @@ def shared_names(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
     # torch.save keeps which tensors share their memory.
     places = {name: (t.data_ptr(), t.dtype, t.shape, t.stride()) for name, t in state.items() if t.numel()}
     owners = {name: first.setdefault(place, name) for name, place in places.items()}
-    return {name: own for name, own in owners.items() if own != name}
+    return {name: owner for name, owner in owners.items() if owner != name}
 
 
 def add_numbered(
@@ -62,17 +62,17 @@ def add_numbered(
     ``masters`` are the values that it updates instead of them, in its order; they are returned by name.
     """
     states, groups = optimizer["state"], optimizer["param_groups"]
-    numbers = [one for group in groups for one in group["params"]]
+    numbers = [number for group in groups for number in group["params"]]
     values = dict(zip(numbers, masters, strict=False))
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if is_trained(name) is not None}
-    like = {one: shape for one, held in states.items() if (shape := _shape(held))}
-    names = names_by_number(shapes, groups, like | {one: tuple(v.shape) for one, v in values.items()}, is_trained)
-    members = {names[one]: number for number, group in enumerate(groups) for one in group["params"]}
+    like = {number: shape for number, entry in states.items() if (shape := _shape(entry))}
+    names = names_by_number(shapes, groups, like | {number: tuple(v.shape) for number, v in values.items()}, is_trained)
+    members = {names[number]: place for place, group in enumerate(groups) for number in group["params"]}
     contents.take(groups=[group_options(group) for group in groups], members=members)
-    for one, held in states.items():
-        for key, value in held.items():
-            contents.add_state(names[one], key, value)
-    return {names[one]: value for one, value in values.items()}
+    for number, entry in states.items():
+        for key, value in entry.items():
+            contents.add_state(names[number], key, value)
+    return {names[number]: value for number, value in values.items()}
 
 
 def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -92,9 +92,9 @@ def names_by_number(
         return dict(zip(numbers, (name for group in groups for name in group["param_names"]), strict=True))
     # An optimizer has all parameters of the model, or those that are trained.
     for names in (list(shapes), [name for name in shapes if is_trained(name)]):
-        found = _in_order({name: shapes[name] for name in names}, groups, states)
-        if len(names) == len(numbers) and found is not None:
-            return found
+        by_number = _in_order({name: shapes[name] for name in names}, groups, states)
+        if len(names) == len(numbers) and by_number is not None:
+            return by_number
     raise ValueError(
         f"the optimizer has {len(numbers)} parameters in {len(groups)} groups and the state dict {len(shapes)} "
         "tensors, so that it is not known which are parameters and which are buffers, frozen or tied, or in which "
@@ -111,18 +111,18 @@ def _in_order(
         for number in group["params"]:
             # In one group the order tells also those that have no states yet.
             by_shape.setdefault(states.get(number) if len(groups) > 1 else 0, []).append((place, number))
-    found: dict[Any, str] = {}
+    by_number: dict[Any, str] = {}
     for shape, numbers in by_shape.items():
         names = [name for name in shapes if len(groups) == 1 or shapes[name] == shape]
         # Of two groups with matrices of one shape, either could have a matrix.
         if len(names) != len(numbers) or len({place for place, _ in numbers}) > 1:
             return None
-        found |= {number: name for (_, number), name in zip(numbers, names, strict=True)}
+        by_number |= {number: name for (_, number), name in zip(numbers, names, strict=True)}
     order = {name: at for at, name in enumerate(shapes)}
     for group in groups:
-        places = [order[found[number]] for number in group["params"]]
+        places = [order[by_number[number]] for number in group["params"]]
         if places != sorted(places) or any(
-            states.get(one, shapes[found[one]]) != shapes[found[one]] for one in group["params"]
+            states.get(number, shapes[by_number[number]]) != shapes[by_number[number]] for number in group["params"]
         ):
             return None
-    return found
+    return by_number

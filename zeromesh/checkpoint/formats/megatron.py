@@ -28,17 +28,17 @@ def read(folder: Path) -> Contents:
     contents = Contents("a Megatron-Core checkpoint (torch_dist)")
     other: list[str] = []
     values: dict[str, list[StoredRange]] = {}
-    for path, found in entries(folder).items():
+    for path, entry in entries(folder).items():
         name = ".".join(map(str, path))
         state = _STATE.fullmatch(name)
-        if not isinstance(found, list) or (state is None and ("optimizer." in name or "_extra_state" in name)):
+        if not isinstance(entry, list) or (state is None and ("optimizer." in name or "_extra_state" in name)):
             other.append(name)
         elif state is None:
-            values.setdefault(name, found)
+            values.setdefault(name, entry)
         elif state[1] == "fp32_param":
-            values[state[2]] = found  # instead of its copy in 16 bits, with which the model computes
+            values[state[2]] = entry  # instead of its copy in 16 bits, with which the model computes
         else:
-            for part in found:
+            for part in entry:
                 contents.parts += _by_layer(f"optimizer/{state[1]}/", state[2], part)
     for name, parts in values.items():
         for part in parts:

@@ -28,9 +28,9 @@ class Inert:
 
     def __new__(cls, *arguments: Any, **_: Any) -> Inert:
         """Keep the arguments of the constructor, and call none."""
-        made = super().__new__(cls)
-        made.arguments = arguments
-        return made
+        instance = super().__new__(cls)
+        instance.arguments = arguments
+        return instance
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.arguments: tuple[Any, ...]
@@ -92,8 +92,8 @@ def read_tensors(path: Path, data: bytes | None = None) -> Any:
     pairs: list[Any] = [(stand_in, name) for name, stand_in in _STAND_INS.items()]
     try:
         # Named without being looked up, let alone called.
-        found = get_unsafe_globals_in_checkpoint(source) if mapped else []
-        pairs += [(Inert, name) for name in found if name.startswith(_LIBRARIES) and name not in _STAND_INS]
+        unsafe_names = get_unsafe_globals_in_checkpoint(source) if mapped else []
+        pairs += [(Inert, name) for name in unsafe_names if name.startswith(_LIBRARIES) and name not in _STAND_INS]
         with safe_globals(pairs), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
@@ -130,15 +130,15 @@ class _Metadata(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return one of the classes that the index is made of; a dtype is a name in torch."""
-        found = _METADATA.get(f"{module}.{name}")
-        if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            found = getattr(torch, name)
+        target = _METADATA.get(f"{module}.{name}")
+        if target is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            target = getattr(torch, name)
         # Megatron-Core keeps its plans of saving in the index.
-        if found is None and module.startswith(("torch.distributed.checkpoint.", "megatron.")):
-            found = Inert
-        if found is None:
+        if target is None and module.startswith(("torch.distributed.checkpoint.", "megatron.")):
+            target = Inert
+        if target is None:
             raise _refused(self._path, f"{module}.{name}")
-        return found
+        return target
 
 
 def _refused(path: Path, name: str) -> ValueError:

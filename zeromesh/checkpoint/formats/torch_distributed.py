@@ -44,19 +44,19 @@ def entries(folder: Path) -> dict[Keys, list[StoredRange] | Callable[[], Any]]:
     index = read_metadata(folder / INDEX)
     stored = {(key.fqn, tuple(key.offset or ())): info for key, info in index.storage_data.items()}
     paths = index.planner_data if isinstance(index.planner_data, dict) else {}
-    found: dict[Keys, list[StoredRange] | Callable[[], Any]] = {}
+    by_path: dict[Keys, list[StoredRange] | Callable[[], Any]] = {}
     for name, entry in index.state_dict_metadata.items():
         path = tuple(paths.get(name, (name,)))
         try:
             if isinstance(entry, TensorStorageMetadata):
-                found[path] = [
+                by_path[path] = [
                     _part(folder, entry, chunk, stored[name, tuple(chunk.offsets)]) for chunk in entry.chunks
                 ]
             else:
-                found[path] = partial(_load, folder, stored[name, ()])
+                by_path[path] = partial(_load, folder, stored[name, ()])
         except KeyError:
             raise ValueError(f"{folder / INDEX} names no place of {name}; copy the checkpoint again") from None
-    return found
+    return by_path
 
 
 def _part(folder: Path, entry: Any, chunk: Any, info: Any) -> StoredRange:
@@ -148,29 +148,29 @@ def _add_optimizer(
     contents: Contents, shapes: Mapping[str, tuple[int, ...]], states: Mapping[Any, dict[str, Any]],
     groups: Mapping[Any, dict[str, Any]], is_trained: IsTrained,
 ) -> None:  # fmt: skip
-    found = [groups[number] for number in sorted(groups, key=str)]
-    if found and not any("params" in group for group in found):  # flattened: the options of each parameter
+    group_list = [groups[number] for number in sorted(groups, key=str)]
+    if group_list and not any("params" in group for group in group_list):  # flattened: the options of each parameter
         alike: dict[str, dict[str, Any]] = {}
         for name, group in groups.items():
             alike.setdefault(repr(group), {**group, "params": []})["params"].append(name)
-        found = list(alike.values())
-    members = [group.get("params", []) for group in found]
-    names = {name: name for one in members for name in one}
+        group_list = list(alike.values())
+    members = [group.get("params", []) for group in group_list]
+    names = {name: name for group_members in members for name in group_members}
     if any(isinstance(name, int) for name in names):
         like = {
             n: v[0].shape for n, state in states.items() for v in state.values() if isinstance(v, list) and v[0].shape
         }
-        names = names_by_number(shapes, found, like, is_trained)
-    contents.take(groups=[group_options(group) for group in found])
-    for number, one in enumerate(members):
-        contents.members.update({names[name]: number for name in one})
+        names = names_by_number(shapes, group_list, like, is_trained)
+    contents.take(groups=[group_options(group) for group in group_list])
+    for number, group_members in enumerate(members):
+        contents.members.update({names[name]: number for name in group_members})
     for name, state in states.items():
-        own = names.get(name, name)
+        full_name = names.get(name, name)
         for key, value in state.items():
             if isinstance(value, list) and value[0].shape:
-                contents.parts.extend(part.renamed(f"optimizer/{key}/{own}") for part in value if part.stop)
+                contents.parts.extend(part.renamed(f"optimizer/{key}/{full_name}") for part in value if part.stop)
             else:
-                contents.add_state(own, key, _value(value))
+                contents.add_state(full_name, key, _value(value))
 
 
 def _add_values(contents: Contents, tree: dict[Any, Any]) -> None:
@@ -195,13 +195,13 @@ class _Lazy(DefaultSavePlanner):
 
     def lookup_object(self, index: Any) -> Any:
         """Return the values of a tensor, or another object."""
-        found = super().lookup_object(index)
-        if isinstance(found, torch.Tensor) and found.is_meta:
+        value = super().lookup_object(index)
+        if isinstance(value, torch.Tensor) and value.is_meta:
             # Torch keeps all tensors of a file until it is complete, but the one before is written by now.
             self._last.untyped_storage().resize_(0)
-            found = self._last = self._reads[index.fqn]().clone()
-            self._advance(found.nbytes)
-        return found
+            value = self._last = self._reads[index.fqn]().clone()
+            self._advance(value.nbytes)
+        return value
 
 
 def write(contents: Contents, folder: Path, advance: Callable[[int], None]) -> Path:
@@ -221,19 +221,22 @@ def write(contents: Contents, folder: Path, advance: Callable[[int], None]) -> P
         else:
             model[name], reads[f"model.{name}"] = like, partial(whole, parts)
     model |= contents.extra
-    for name, own in contents.tied.items():
-        if own in model:
-            model[name], reads[f"model.{name}"] = model[own], reads[f"model.{own}"]
+    for name, owner in contents.tied.items():
+        if owner in model:
+            model[name], reads[f"model.{name}"] = model[owner], reads[f"model.{owner}"]
     for name, numbers in contents.numbers.items():
         states.setdefault(name, {}).update(numbers)
-    held: dict[str, Any] = {"model": model, "step": contents.progress.get("global_steps", 0)}
+    state_dict: dict[str, Any] = {"model": model, "step": contents.progress.get("global_steps", 0)}
     if contents.groups:
-        held["optimizer"] = {"state": states, "param_groups": [_DEFAULTS | group for group in named_groups(contents)]}
+        state_dict["optimizer"] = {
+            "state": states,
+            "param_groups": [_DEFAULTS | group for group in named_groups(contents)],
+        }
     if contents.scheduler is not None:
-        held["lr_scheduler"] = dict(contents.scheduler[0])
+        state_dict["lr_scheduler"] = dict(contents.scheduler[0])
     writer = FileSystemWriter(folder, thread_count=1)
     try:
-        save(held, storage_writer=writer, planner=_Lazy(reads, advance), no_dist=True)
+        save(state_dict, storage_writer=writer, planner=_Lazy(reads, advance), no_dist=True)
     except CheckpointException as error:  # torch's, around the reason
         raise next(iter(error.failures.values()))[0] from None
     return folder
@@ -247,6 +250,6 @@ def named_groups(contents: Contents) -> list[dict[str, Any]]:
             "save it anew with this version, or pass --weights-only"
         )
     return [
-        {**group, "params": [name for name, own in contents.members.items() if own == number]}
+        {**group, "params": [name for name, place in contents.members.items() if place == number]}
         for number, group in enumerate(contents.groups)
     ]

@@ -41,18 +41,18 @@ def read(folder: Path) -> Contents:
         for name, shape in shapes.items():
             contents.members[name] = owners.get(number, 0)
             place = inside(folder / ZERO, name, "a parameter")
-            found = sorted(place.glob("*.pt"))
-            if not any(file.stem == VALUE for file in found):
+            files = sorted(place.glob("*.pt"))
+            if not any(file.stem == VALUE for file in files):
                 raise ValueError(f"{place} has no {VALUE}.pt; copy the checkpoint again")
-            for file in found:
+            for file in files:
                 _add(contents, name, file, shape)
     add_frozen(contents, models)
     return contents
 
 
 def _add(contents: Contents, name: str, path: Path, shape: torch.Size) -> None:
-    held = read_tensors(path)
-    value = held["param"] if isinstance(held, dict) else held
+    content = read_tensors(path)
+    value = content["param"] if isinstance(content, dict) else content
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         contents.add_state(name, path.stem, value)
         return
@@ -98,21 +98,21 @@ def write(contents: Contents, folder: Path, advance: Callable[[int], None], rank
             for key, number in numbers.items():
                 _save(final, name, key, torch.as_tensor(number, dtype=torch.float32))
         scale = contents.loss_scale
-        held: dict[str, Any] = {"param_groups": groups, **_VERSION, "dynamic_loss_scale": scale is not None}
+        optimizer_state: dict[str, Any] = {"param_groups": groups, **_VERSION, "dynamic_loss_scale": scale is not None}
         if scale is not None:
-            held["loss_scaler"] = _Scaler(scale, contents.progress.get("global_steps", 0))
+            optimizer_state["loss_scaler"] = _Scaler(scale, contents.progress.get("global_steps", 0))
         # At stage 3 the step of the first group is that of all parameters.
         step = torch.tensor(
             float(max((plain_number(n["step"]) for n in contents.numbers.values() if "step" in n), default=0))
         )
         states = {"state": {number: {"step": step} for number in range(len(groups))}, "param_groups": groups}
-        held |= {"overflow": False, "optimizer_state_dict": states}
+        optimizer_state |= {"overflow": False, "optimizer_state_dict": states}
         pickled = SimpleNamespace(__name__="pickle", Pickler=_Pickler)
         with (final / ZERO / OPTIMIZER).open("xb") as file:
-            torch.save(held, file, pickle_module=pickled)
+            torch.save(optimizer_state, file, pickle_module=pickled)
         frozen = OrderedDict((name, module[name]) for name in module if name not in {*contents.members, *buffers})
-        module |= {name: module[own] for name, own in contents.tied.items() if own in module} | contents.extra
-        held = {
+        module |= {name: module[owner] for name, owner in contents.tied.items() if owner in module} | contents.extra
+        model_state: dict[str, Any] = {
             **{key: value for key, value in contents.client.items() if _is_plain(value)}, **_VERSION,
             "module": module, "buffer_names": buffers, "optimizer": None, "param_shapes": shapes,
             "frozen_param_shapes": OrderedDict((name, value.shape) for name, value in frozen.items()) or None,
@@ -122,15 +122,17 @@ def write(contents: Contents, folder: Path, advance: Callable[[int], None], rank
             "mp_world_size": 1, "ds_config": {}, "universal_checkpoint_info": {},
             **{key: contents.progress.get(key, 0) for key in ("global_steps", "global_samples", "skipped_steps")},
         }  # fmt: skip
-        torch.save(held, final / f"mp_rank_00_{MODEL}")
+        torch.save(model_state, final / f"mp_rank_00_{MODEL}")
         # At stage 3 a rank has its own file: parameters are empty there, and frozen ones are ranges.
-        held["module"] = {
+        model_state["module"] = {
             name: t.new_empty(0) if name in {*frozen, *contents.members, *contents.tied} else t
             for name, t in module.items()
         }
         for rank in range(ranks):
-            held["frozen_param_fragments"] = {name: _fragment(t, rank, ranks) for name, t in frozen.items()} or None
-            torch.save(held, final / f"zero_pp_rank_{rank}_mp_rank_00_{MODEL}")
+            model_state["frozen_param_fragments"] = {
+                name: _fragment(t, rank, ranks) for name, t in frozen.items()
+            } or None
+            torch.save(model_state, final / f"zero_pp_rank_{rank}_mp_rank_00_{MODEL}")
     (folder / LATEST).write_text(final.name)
     return final
 

@@ -47,14 +47,14 @@ def read(folder: Path) -> Contents:
             shape = reader.shape(name)
             read_it = partial(reader.tensor, name)
             contents.parts.append(StoredRange(name, shape, reader.dtype(name), 0, prod(shape), read_it))
-    known = manifest.get("parameters", {})
-    contents.frozen = {name for name, facts in known.items() if not facts["trainable"]}
-    contents.dtypes = {name: getattr(torch, facts["dtype"]) for name, facts in known.items()}
+    parameters = manifest.get("parameters", {})
+    contents.frozen = {name for name, facts in parameters.items() if not facts["trainable"]}
+    contents.dtypes = {name: getattr(torch, facts["dtype"]) for name, facts in parameters.items()}
     contents.tied = dict(manifest.get("tied", {}))
     contents.groups = [unpack(group) for group in manifest["groups"]]
     contents.members = dict(manifest.get("members", {}))
     if not contents.members and len(contents.groups) == 1:
-        contents.members = dict.fromkeys((name for name in known if name not in contents.frozen), 0)
+        contents.members = dict.fromkeys((name for name in parameters if name not in contents.frozen), 0)
     for name, numbers in manifest["scalars"].items():
         contents.numbers[name] = {key: _number(value) for key, value in numbers.items()}
     named = manifest["optimizer"]
@@ -157,16 +157,16 @@ def _manifest(contents: Contents, client: Any) -> dict[str, Any]:
 
 def _scalars(contents: Contents) -> dict[str, Any]:
     """Return the single numbers of the optimizer; each has the step, which some libraries keep for all at once."""
-    found: dict[str, Any] = {}
+    scalars: dict[str, Any] = {}
     done = contents.progress.get("global_steps", 0) - contents.progress.get("skipped_steps", 0)
     for name in contents.members | contents.numbers:
         numbers = dict(contents.numbers.get(name, {}))
         if "exp_avg_sq" in contents.state_keys and name in contents.members:
             numbers.setdefault("step", contents.groups[contents.members[name]].get("step", done))
-        found[name] = {
+        scalars[name] = {
             # Torch's optimizers count their steps in tensors, whatever the other library did.
             key: [float(plain_number(value)), "float32"] if key == "step" else
             [value.item(), dtype_name(value.dtype)] if isinstance(value, torch.Tensor) else value
             for key, value in numbers.items()
         }  # fmt: skip
-    return found
+    return scalars

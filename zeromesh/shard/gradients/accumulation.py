@@ -141,9 +141,9 @@ class Accumulation:
 
     def note_loss(self, loss: torch.Tensor, divided: bool) -> None:
         """Keep the loss of a micro-batch for the mean of the update; ``divided`` if the engine divides it."""
-        own = loss.detach().reshape(()).to(torch.float64, copy=True)
+        loss_copy = loss.detach().reshape(()).to(torch.float64, copy=True)
         # A caller who divides the loss alone has divided it by the steps: the mean is over the whole losses.
-        self.losses.append(own if divided else own * self.steps)
+        self.losses.append(loss_copy if divided else loss_copy * self.steps)
 
     def note_all(self, losses: Sequence[torch.Tensor]) -> None:
         """All micro-batches of an update have left their gradients at once, with these losses on this rank."""

@@ -60,7 +60,7 @@ class HostSums:
         """Return memory for a sum that is not copied straight to its shard; wait for an older sum if need be."""
         if self._buffers.nbytes == 0:
             dtypes = {g: (g.slot_dtype, self._policy.shard_dtype(g.layout)) for g in self._gradients}
-            sizes = [g.layout.shard_size * max(d.itemsize for d in found) for g, found in dtypes.items()]
+            sizes = [g.layout.shard_size * max(d.itemsize for d in pair) for g, pair in dtypes.items()]
             self._buffers = Buffers(
                 largest(sizes, ARRIVALS),
                 lambda size: empty_on(Tier.HOST, size, torch.uint8, self._device, self._policy.pinned),

@@ -194,11 +194,11 @@ class Backward:
 
     def gradient_arrived(self, gradient: Gradient | RowArrival, index: int, parameter: torch.Tensor) -> None:
         """Hook: autograd has accumulated a parameter's gradient."""
-        found = PLAIN_GRAD.__get__(parameter)
-        if found is None:
+        grad = PLAIN_GRAD.__get__(parameter)
+        if grad is None:
             return  # another hook has taken it
-        value = found.detach()
-        del found  # the memory of the gradient becomes the flat buffer's if nobody else refers to it
+        value = grad.detach()
+        del grad  # the memory of the gradient becomes the flat buffer's if nobody else refers to it
         PLAIN_GRAD.__set__(parameter, None)
         if self._phase is Phase.NONE:
             self._begin_users()

@@ -77,9 +77,9 @@ class GradientPolicy:
     @classmethod
     def of(cls, row: PlacementRow, **options: object) -> GradientPolicy:
         """The policy of a row of the placement table."""
-        kept = row.parameter is Placement.REPLICATED
+        replicated = row.parameter is Placement.REPLICATED
         sharded, owned = row.gradient is Placement.SHARDED, row.optimizer is Placement.SHARDED
-        return cls(sharded, owned, kept=kept, pinned=row.pinned, **options)  # type: ignore[arg-type]
+        return cls(sharded, owned, kept=replicated, pinned=row.pinned, **options)  # type: ignore[arg-type]
 
     def wire_dtype(self, layout: Layout) -> torch.dtype:
         """Dtype of this layout's gradients on the wire."""
@@ -115,13 +115,13 @@ class Gradient:
     # the one before is under way.
 
     def __init__(
-        self, layout: Layout, own: slice, shard_range: slice, tag: int, unit: str = "", tied_stages: Sequence[int] = (),
-        is_first: bool = True, tier: Tier = Tier.DEVICE,
+        self, layout: Layout, own_range: slice, shard_range: slice, tag: int, unit: str = "",
+        tied_stages: Sequence[int] = (), is_first: bool = True, tier: Tier = Tier.DEVICE,
     ) -> None:  # fmt: skip
         self.layout = layout
         self.tier = tier
         self.tied_stages, self.is_first = tuple(tied_stages), is_first  # see `Flat`
-        self.own = own
+        self.own = own_range
         self.shard_range = shard_range
         self.tag = tag
         self.unit = unit
@@ -161,12 +161,12 @@ class Gradient:
 
     def _shared(self) -> dict[int, list[tuple[int, int, bool]]]:
         """Return ranges of ``shard`` by how many tensor ranks share them: start, stop, whether this is the first."""
-        found: dict[int, list[tuple[int, int, bool]]] = {}
+        ranges: dict[int, list[tuple[int, int, bool]]] = {}
         for segment, box in self.layout.within(self.own.start, self.own.stop):
             if box.sharers > 1:
                 first = segment.start - self.own.start
-                found.setdefault(box.sharers, []).extend((first + a, first + b, box.owned) for a, b in box.runs)
-        return found
+                ranges.setdefault(box.sharers, []).extend((first + a, first + b, box.owned) for a, b in box.runs)
+        return ranges
 
     # The full gradient.
 

@@ -55,9 +55,9 @@ class GradientMemory:
 
     def _choose_dtype(self, gradient: Gradient) -> None:
         """Sum micro-batches in the dtype of the shard; keep what is reduced at once as narrow as the wire."""
-        kept = self._policy.shard_dtype(gradient.layout)
-        slot_dtype = self._policy.wire_dtype(gradient.layout) if self._rules.narrow else kept
-        stays = gradient.tier is Tier.DEVICE and slot_dtype == kept
+        shard_dtype = self._policy.shard_dtype(gradient.layout)
+        slot_dtype = self._policy.wire_dtype(gradient.layout) if self._rules.narrow else shard_dtype
+        stays = gradient.tier is Tier.DEVICE and slot_dtype == shard_dtype
         gradient.choose(slot_dtype, shard_in_full=stays and not self._policy.sharded)
 
     def _sizes(self) -> GradientPools:
@@ -66,10 +66,10 @@ class GradientMemory:
     def _bytes(self, gradient: Gradient) -> FullGradient:
         layout, policy, group = gradient.layout, self._policy, self._group
         dtypes = gradient.slot_dtype, policy.wire_dtype(layout), policy.shard_dtype(layout)
-        width, wire, kept = (dtype.itemsize for dtype in dtypes)
+        width, wire, shard_width = (dtype.itemsize for dtype in dtypes)
         return full_gradient(
             (layout.size, layout.shard_size, group.receive_elements(layout.shard_size)),
-            (width, wire, kept),
+            (width, wire, shard_width),
             converts=self.converts(gradient),
             lands=gradient.tier is not Tier.DEVICE and group.size > 1,
             adopted=gradient.in_place,
@@ -82,21 +82,21 @@ class GradientMemory:
     def _buffer_dtype(self, gradient: Gradient) -> torch.dtype:
         """Return the dtype of the shard's own memory; as narrow as the sum on the host, if nothing is added to it."""
         alone = self._mesh.gradients == 1 and not (self._rules.accumulates or gradient.shared or gradient.tied_stages)
-        kept = self._policy.shard_dtype(gradient.layout)
-        exact = torch.promote_types(gradient.slot_dtype, kept) is kept  # a shard that is no wider rounds
-        return gradient.slot_dtype if gradient.tier is not Tier.DEVICE and alone and exact else kept
+        shard_dtype = self._policy.shard_dtype(gradient.layout)
+        exact = torch.promote_types(gradient.slot_dtype, shard_dtype) is shard_dtype  # a shard that is no wider rounds
+        return gradient.slot_dtype if gradient.tier is not Tier.DEVICE and alone and exact else shard_dtype
 
     # Accounting.
 
     @property
     def shard_bytes(self) -> dict[Tier, int]:
         """Bytes of shards that do not lie in full gradients, by tier."""
-        found = dict.fromkeys(Tier, 0)
+        sizes = dict.fromkeys(Tier, 0)
         for gradient in self._gradients:
             if not gradient.shard_in_full:
                 elements = gradient.own.stop - gradient.own.start
-                found[gradient.tier] += elements * self._buffer_dtype(gradient).itemsize
-        return found
+                sizes[gradient.tier] += elements * self._buffer_dtype(gradient).itemsize
+        return sizes
 
     @property
     def full_bytes(self) -> int:
@@ -191,7 +191,7 @@ class GradientMemory:
 
     def release(self, pool: Pool | None = None) -> bool:
         """Return the slot of the oldest sum, or the oldest in a pool, that leaves the device; False: none does."""
-        leaving = next((one for one in self._leaving if pool is None or one.pool is pool), None)
+        leaving = next((candidate for candidate in self._leaving if pool is None or candidate.pool is pool), None)
         if leaving is None:
             return False
         self._leaving.remove(leaving)

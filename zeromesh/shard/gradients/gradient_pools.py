@@ -26,9 +26,14 @@ def full_gradient(
     number: int = 1,
 ) -> FullGradient:  # fmt: skip
     """Return the bytes of a gradient, of elements of the unit, of a shard and of parts that are received."""
-    (full, shard, received), (width, wire, kept) = elements, widths  # the widths: whole, sent, and of sums
+    (full, shard, received), (width, wire, shard_width) = elements, widths  # the widths: whole, sent, and of sums
     return FullGradient(
-        full * width, adopted, full * wire if converts else 0, received * wire, shard * kept if lands else 0, number
+        full * width,
+        adopted,
+        full * wire if converts else 0,
+        received * wire,
+        shard * shard_width if lands else 0,
+        number,
     )
 
 

@@ -102,10 +102,10 @@ def _sum_ties(gradients: Sequence[Gradient], mesh: Mesh) -> None:
     for number, gradient in enumerate(tied for tied in gradients if tied.tied_stages):
         assert gradient.shard is not None
         used = torch.tensor(gradient.used, dtype=gradient.shard.dtype, device=group.device)
-        own = torch.cat([gradient.shard.to(group.device), used])
-        rows = {place: own if place == group.rank else torch.empty_like(own) for place in gradient.tied_stages}
+        row = torch.cat([gradient.shard.to(group.device), used])
+        rows = {place: row if place == group.rank else torch.empty_like(row) for place in gradient.tied_stages}
         others = [place for place in gradient.tied_stages if place != group.rank]
-        sends, receives = dict.fromkeys(others, own), {place: rows[place] for place in others}
+        sends, receives = dict.fromkeys(others, row), {place: rows[place] for place in others}
         group.send_and_receive(sends, receives, TIES_TAG + number, "tied gradients").wait()
         # All stages add in the same order, so that their copies of the parameters stay equal bit for bit.
         total = rows[gradient.tied_stages[0]].clone()
@@ -130,15 +130,15 @@ def squared_norm(gradients: Sequence[Gradient], mesh: Mesh, others: Sequence[tor
 
 def norm_of(places: Sequence[Place], order: float, mesh: Mesh, others: Sequence[torch.Tensor] = ()) -> float:
     """Return the norm of gradients as they are kept, and ``others``, of any positive ``order`` or inf."""
-    own = torch.zeros(1, dtype=torch.float64)
-    for values in chain(_counted(places, mesh), (one.reshape(-1) for one in others if one.numel())):
+    share = torch.zeros(1, dtype=torch.float64)
+    for values in chain(_counted(places, mesh), (other.reshape(-1) for other in others if other.numel())):
         if order == torch.inf:
-            own = torch.maximum(own, values.abs().max().double().cpu())
+            share = torch.maximum(share, values.abs().max().double().cpu())
         elif order == 2:
-            own += sum_of_squares(values).cpu()
+            share += sum_of_squares(values).cpu()
         else:
-            own += values.double().abs().pow(order).sum().cpu()
-    rows = mesh.group("world").exchange(own)
+            share += values.double().abs().pow(order).sum().cpu()
+    rows = mesh.group("world").exchange(share)
     return float(rows.max() if order == torch.inf else rows.sum() ** (1 / order))
 
 

@@ -52,7 +52,7 @@ class Grads:
         self, flats: Sequence[Flat], names: Mapping[int, str], reducer: Reducer, accumulation: Accumulation, mesh: Mesh,
         settle: Callable[[], None], early: EarlyUpdates,
     ) -> None:  # fmt: skip
-        self._flats = {id(one): (flat, index) for flat in flats for index, one in enumerate(flat.parameters)}
+        self._flats = {id(p): (flat, index) for flat in flats for index, p in enumerate(flat.parameters)}
         self._places = {key: (flat.gradient, index) for key, (flat, index) in self._flats.items() if flat.gradient}
         self._parameters = [p for flat in flats if flat.gradient is not None for p in flat.parameters]
         self._names = names  # fully qualified names by the parameters' `id`
@@ -76,11 +76,11 @@ class Grads:
         for parameter in self._parameters:
             change_class(parameter, own_class(type(parameter)))
 
-    def class_of(self, own: type[nn.Parameter]) -> type[nn.Parameter]:
+    def class_of(self, plain_class: type[nn.Parameter]) -> type[nn.Parameter]:
         """Return the subclass of a parameter's own class whose ``grad`` is answered here."""
-        if own not in self._classes:
-            self._classes[own] = _with_grad(own, ref(self))
-        return self._classes[own]
+        if plain_class not in self._classes:
+            self._classes[plain_class] = _with_grad(plain_class, ref(self))
+        return self._classes[plain_class]
 
     # What torch's attributes do.
 
@@ -179,7 +179,7 @@ class Grads:
         if self._reducer.begun and self._exists(gradient, index):
             self._early.spoil()
             self._reducer.drop(gradient, index)
-            if not any(any(one.used) for one in self._reducer.gradients):
+            if not any(any(g.used) for g in self._reducer.gradients):
                 self._accumulation.forget_losses()
 
     def _zero(self, gradient: Gradient, index: int) -> None:
@@ -232,7 +232,7 @@ class Grads:
         return None
 
 
-def _with_grad(own: type[nn.Parameter], grads: ref[Grads]) -> type[nn.Parameter]:
+def _with_grad(plain_class: type[nn.Parameter], grads: ref[Grads]) -> type[nn.Parameter]:
     def read(self: nn.Parameter) -> torch.Tensor | None:
         alive = grads()
         value: torch.Tensor | None = PLAIN_GRAD.__get__(self) if alive is None else alive.read(self)
@@ -256,31 +256,31 @@ def _with_grad(own: type[nn.Parameter], grads: ref[Grads]) -> type[nn.Parameter]
         register_plainly: Any = torch.Tensor.register_post_accumulate_grad_hook
         handle = register_plainly(self, hook)
         hooks: Any = self._post_accumulate_grad_hooks
-        for key in [key for key, known in hooks.items() if isinstance(known, GradientArrival)]:
+        for key in [key for key, registered in hooks.items() if isinstance(registered, GradientArrival)]:
             hooks[key] = hooks.pop(key)  # not move_to_end: autograd does not see the order of an OrderedDict
         return handle
 
     def copy(self: nn.Parameter, memo: dict[int, Any]) -> Any:
         """Copies are parameters of no engine."""
-        made = own.__deepcopy__(self, memo)
-        if type(made) is not own:
-            made.__class__ = own
-        return made
+        duplicate = plain_class.__deepcopy__(self, memo)
+        if type(duplicate) is not plain_class:
+            duplicate.__class__ = plain_class
+        return duplicate
 
     members = {
         "grad": property(read, write, lambda self: write(self, None)),
         "data": property(read_data, PLAIN_DATA.__set__),
         "register_post_accumulate_grad_hook": register,
         "__deepcopy__": copy,
-        "__module__": own.__module__,
-        OWN_CLASS: own,
+        "__module__": plain_class.__module__,
+        OWN_CLASS: plain_class,
     }
-    metaclass: Any = type(own)
-    made: type[nn.Parameter] = metaclass(own.__name__, (own,), members)
-    return made
+    metaclass: Any = type(plain_class)
+    subclass: type[nn.Parameter] = metaclass(plain_class.__name__, (plain_class,), members)
+    return subclass
 
 
-def own_class(found: type) -> type:
-    """Return the class that a parameter of class ``found`` had before ``Grads.install``; of any other, ``found``."""
-    own: type = found.__dict__.get(OWN_CLASS, found)
-    return own
+def own_class(cls: type) -> type:
+    """Return the class that a parameter of class ``cls`` had before ``Grads.install``; of any other, ``cls``."""
+    plain_class: type = cls.__dict__.get(OWN_CLASS, cls)
+    return plain_class

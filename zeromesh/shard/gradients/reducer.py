@@ -198,8 +198,8 @@ class Reducer:
         else:
             if done.wire is not done.full:
                 done.wire[gradient.shard_range].copy_(done.full[gradient.shard_range])
-            own, form = done.wire[gradient.shard_range], self._mesh.links.reduce
-            gathering = self._group.all_gather(done.wire, own, gradient.tag + 2, form)
+            shard, form = done.wire[gradient.shard_range], self._mesh.links.reduce
+            gathering = self._group.all_gather(done.wire, shard, gradient.tag + 2, form)
             self._gathering.append(replace(done, pending=gathering))
 
     def _send_to_host(self, done: _Reduction) -> None:

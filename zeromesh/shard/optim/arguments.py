@@ -31,9 +31,9 @@ def without_auto(params: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in params.items() if not (isinstance(value, str) and value == "auto")}
 
 
-def unknown_parameter(section: str, key: str, owner: str, known: Iterable[str]) -> ValueError:
+def unknown_parameter(section: str, key: str, owner: str, names: Iterable[str]) -> ValueError:
     """Return an error about a parameter that does not exist, with the one that was probably meant."""
-    choices = sorted(known)
+    choices = sorted(names)
     other = OTHER_NAMES.get(key)
     suggestion = other if other in choices else nearest(key, choices)
     hint = f"did you mean {show(suggestion)}? " if suggestion else ""
@@ -65,8 +65,8 @@ def checked(path: str, value: Any, declared: inspect.Parameter, least: int | Non
 
 def _whole(path: str, value: Any, least: int | None) -> int:
     bound = "" if least is None else f" of at least {least}"
-    whole = _is_number(value) and math.isfinite(value) and int(value) == value
-    if not whole or (least is not None and value < least):
+    is_whole = _is_number(value) and math.isfinite(value) and int(value) == value
+    if not is_whole or (least is not None and value < least):
         raise ValueError(f"{path} = {show(value)} must be a whole number{bound}{_unquote(value)}")
     return int(value)
 

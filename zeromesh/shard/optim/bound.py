@@ -100,8 +100,8 @@ class PartHook:
 def steps_in_parts(optimizer: Optimizer) -> bool:
     """Return whether steps of some parameters after the others are one step of all: nothing counts or watches them."""
     hooks = (hook for table in _hooks(optimizer) for hook in table.values())
-    known = all(rule_of(optimizer, group) for group in optimizer.param_groups)
-    return known and all(isinstance(hook, PartHook) for hook in hooks)
+    has_rules = all(rule_of(optimizer, group) for group in optimizer.param_groups)
+    return has_rules and all(isinstance(hook, PartHook) for hook in hooks)
 
 
 def _hooks(optimizer: Optimizer) -> Sequence[dict[int, Any]]:
@@ -153,14 +153,14 @@ def pieces_hidden(optimizer: Optimizer, changed: Callable[[], None] | None) -> I
 def _call_without_pieces(
     hook: Callable[..., Any], after: Callable[[], None] | None, optimizer: Optimizer, *args: Any
 ) -> Any:  # fmt: skip
-    held = [(vars(optimizer), "state", optimizer.state)]
-    held += [(group, "params", group["params"]) for group in optimizer.param_groups]
-    for place, name, _ in held:
+    entries = [(vars(optimizer), "state", optimizer.state)]
+    entries += [(group, "params", group["params"]) for group in optimizer.param_groups]
+    for place, name, _ in entries:
         place[name] = _Pieces()
     try:
         return hook(optimizer, *args)
     finally:
-        for place, name, value in held:
+        for place, name, value in entries:
             place[name] = value
         if after is not None:
             after()

@@ -152,8 +152,8 @@ def _class(type: str, params: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 def _accepted(cls: type[Optimizer]) -> dict[str, inspect.Parameter]:
     """Return the parameters of a class that a config may give."""
-    own = {"params", "groups", "exchange", "pieces", "matrices"}
-    return {key: value for key, value in inspect.signature(cls).parameters.items() if key not in own}
+    reserved = {"params", "groups", "exchange", "pieces", "matrices"}
+    return {key: value for key, value in inspect.signature(cls).parameters.items() if key not in reserved}
 
 
 def state_bytes(type: str, params: Mapping[str, Any]) -> int:
@@ -166,9 +166,9 @@ def state_bytes(type: str, params: Mapping[str, Any]) -> int:
         return _EXCHANGING.get(cls, 0)
     weight = nn.Parameter(torch.zeros(8, 8, device="cpu", dtype=torch.float32))
     weight.grad = torch.zeros_like(weight)
-    given = {key: value for key, value in without_auto(params).items() if key not in _IMPLEMENTATION}
+    arguments = {key: value for key, value in without_auto(params).items() if key not in _IMPLEMENTATION}
     try:
-        optimizer = cls([weight], **_accept(type, given, _accepted(cls)))
+        optimizer = cls([weight], **_accept(type, arguments, _accepted(cls)))
         optimizer.step()
     except (ValueError, TypeError, RuntimeError, AssertionError):  # which the start of a run tells
         return USUAL_BYTES
@@ -198,7 +198,7 @@ def adopt(
         _give_shapes(piece for piece in pieces_by_parameter.values() if piece is not None)
     # The same group objects, since a scheduler may already hold them.
     for group in optimizer.param_groups:
-        kept = [(p, piece) for p in group["params"] if (piece := pieces_by_parameter.get(p)) is not None]
+        group_pieces = [(p, piece) for p in group["params"] if (piece := pieces_by_parameter.get(p)) is not None]
         for parameter in group["params"]:
             state, piece = optimizer.state.pop(parameter, None), pieces_by_parameter.get(parameter)
             if piece is None:
@@ -214,18 +214,18 @@ def adopt(
                 for key, value in state.items()
             }
         # Parameters of which this rank has no piece, and frozen ones, leave their group.
-        group["params"] = [piece.parameter for _, piece in kept]
+        group["params"] = [piece.parameter for _, piece in group_pieces]
         if "param_names" in group:
-            group["param_names"] = [piece.name for _, piece in kept]
+            group["param_names"] = [piece.name for _, piece in group_pieces]
     if isinstance(optimizer, Lamb) and exchange is not None:
         optimizer.spread([piece for piece in pieces_by_parameter.values() if piece is not None], exchange)
     _finish(optimizer)
 
 
-def _accept(name: str, given: Mapping[str, Any], accepted: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+def _accept(name: str, params: Mapping[str, Any], accepted: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
     """Return the arguments for the class, after every parameter has been checked."""
     arguments: dict[str, Any] = {}
-    for key, value in given.items():
+    for key, value in params.items():
         foreign = _FOREIGN.get(key)
         if key in accepted:
             arguments[key] = _plain(checked(f"optimizer.params.{key}", value, accepted[key]))

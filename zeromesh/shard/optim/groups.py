@@ -84,9 +84,9 @@ def _edges(model: nn.Module) -> set[nn.Module]:
         if isinstance(module, nn.Linear) and not any(part.isdigit() for part in name.split("."))
     ]
     said = [module.get_output_embeddings() for module in modules.values() if hasattr(module, "get_output_embeddings")]
-    known = [
+    matching = [
         module
         for name, module in modules.items()
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or _EDGE.search(name)
     ]
-    return {module for module in (*known, *said, *outside[-1:]) if module is not None}
+    return {module for module in (*matching, *said, *outside[-1:]) if module is not None}

@@ -46,7 +46,7 @@ def count_states(optimizer: Optimizer | None) -> int:
     if optimizer is None:
         return 0
     names = states_of(optimizer)
-    return max((len(names(one)) for group in optimizer.param_groups for one in group["params"]), default=0)
+    return max((len(names(parameter)) for group in optimizer.param_groups for parameter in group["params"]), default=0)
 
 
 class HostSteps:
@@ -135,8 +135,8 @@ class HostSteps:
             state.zero_()
         # A momentum that was zero at the start has no place apart.
         more, part = names[len(states) :], slice(apart.begin, apart.begin + apart.master.numel())
-        held = self._optimizer.state[parameter]
-        return (*states, *(held[name].view(-1)[part] for name in more)), number
+        state_by_name = self._optimizer.state[parameter]
+        return (*states, *(state_by_name[name].view(-1)[part] for name in more)), number
 
     def _begin(self, parameter: Parameter, rule: str, group: dict[str, Any], apart: int) -> tuple[int, bool]:
         """Count a step of a parameter, make the states that it lacks; return the step, and whether it lacked them.
@@ -149,8 +149,8 @@ class HostSteps:
             if index < apart:
                 state[name] = unloaded(parameter.detach())
             else:
-                made = zeros_on(Tier.HOST, parameter.numel(), parameter.dtype, parameter.device)
-                state[name] = made.view_as(parameter)
+                zeros = zeros_on(Tier.HOST, parameter.numel(), parameter.dtype, parameter.device)
+                state[name] = zeros.view_as(parameter)
         if rule in COUNTED:
             state["step"] = state.get("step", torch.tensor(0.0)) + 1
         return int(state["step"]) if rule in COUNTED else 1 if first else 2, first

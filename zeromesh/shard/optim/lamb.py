@@ -42,7 +42,7 @@ class Lamb(StepOptimizer):
 
     def get_lamb_coeffs(self) -> list[float]:
         """Return the trust ratios of the last update, by this rank's parameters."""
-        return [float(one) for one in self._coefficients]
+        return [float(ratio) for ratio in self._coefficients]
 
     def spread(self, pieces: Iterable[Piece], exchange: PieceExchange | None) -> None:
         """Update pieces of parameters from now on; ``exchange`` reaches the other ones."""

@@ -45,7 +45,7 @@ class Lion(StepOptimizer):
     def _update(self) -> None:
         for group in self.param_groups:
             weight, decay = group["betas"]
-            for parameter in (one for one in group["params"] if one.grad is not None):
+            for parameter in (p for p in group["params"] if p.grad is not None):
                 state = self.state[parameter]
                 if not state:
                     state["exp_avg"] = torch.zeros_like(parameter)

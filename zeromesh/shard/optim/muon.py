@@ -103,7 +103,7 @@ class Muon(StepOptimizer):
             yield half
 
     def _update(self) -> None:
-        held = {
+        pieces = {
             self._pieces[parameter].name: (self._pieces[parameter], group)
             for group in self.param_groups
             for parameter in group["params"]
@@ -112,14 +112,14 @@ class Muon(StepOptimizer):
         # Every bucket with a matrix, also where this rank has no gradient: gathering is collective.
         for number, bucket in enumerate(self._exchange.buckets):
             if not self._matrices.isdisjoint(bucket):
-                self._update_bucket(number, {name: held[name] for name in bucket if name in held})
+                self._update_bucket(number, {name: pieces[name] for name in bucket if name in pieces})
         self._adamw.step_over([group for group in self.param_groups if not group["use_muon"]], self.state)
 
-    def _update_bucket(self, number: int, held: Mapping[str, tuple[Piece, dict[str, Any]]]) -> None:
-        momenta = {name: self._momentum(piece.parameter, group) for name, (piece, group) in held.items()}
-        whole = self._exchange.gather(number, momenta)
-        for name, (piece, group) in held.items():
-            matrix = whole[name].flatten(1)
+    def _update_bucket(self, number: int, pieces: Mapping[str, tuple[Piece, dict[str, Any]]]) -> None:
+        momenta = {name: self._momentum(piece.parameter, group) for name, (piece, group) in pieces.items()}
+        gathered = self._exchange.gather(number, momenta)
+        for name, (piece, group) in pieces.items():
+            matrix = gathered[name].flatten(1)
             update = orthogonalize(matrix, group["ns_coefficients"], group["ns_steps"])
             factor = _ADJUST_LR[group["adjust_lr_fn"]](*matrix.shape)
             piece.parameter.mul_(1 - group["lr"] * group["weight_decay"])

@@ -51,29 +51,29 @@ def require_pieces(optimizer: Optimizer) -> None:
         )
     for scale in _SCALES:
         try:
-            whole, *parts = [_updated(optimizer, cuts, scale) for cuts in (_WHOLE, *_RANKS)]
+            full_values, *parts = [_updated(optimizer, cuts, scale) for cuts in (_WHOLE, *_RANKS)]
         except Exception as error:  # whatever a class of somebody's raises
             raise ValueError(
                 f"{kind} is not known to update each element by itself, as it must where parameters are sharded, and a "
                 f"trial of it on small tensors failed ({type(error).__name__}: {error}): {remedy}"
             ) from error
-        for number, value in whole.items():
+        for number, value in full_values.items():
             pieces = torch.cat([part[number] for part in parts if number in part])
             if not torch.allclose(value, pieces, rtol=1e-5, atol=1e-6 * float(value.abs().max())):
                 raise ValueError(
                     f"{kind} would be wrong on sharded parameters: it updates pieces of a parameter otherwise than all "
                     f"of it, as a trial on small tensors shows: {remedy}"
                 )
-        _require_change(kind, whole, scale)
+        _require_change(kind, full_values, scale)
 
 
 def require_groups(optimizer: Optimizer) -> None:
     """Raise ValueError if a step updates other parameters than the groups hold, which will be the fp32 masters."""
     try:
-        whole = _updated(optimizer, _WHOLE, 1.0)
+        full_values = _updated(optimizer, _WHOLE, 1.0)
     except Exception:  # of its step, which the first update raises, too
         return
-    _require_change(type(optimizer).__name__, whole, 1.0)
+    _require_change(type(optimizer).__name__, full_values, 1.0)
 
 
 def _require_change(kind: str, updated: Mapping[int, torch.Tensor], scale: float) -> None:
@@ -113,7 +113,7 @@ def _copied(optimizer: Optimizer, cuts: _Cuts, scale: float) -> tuple[Any, dict[
     state: dict[nn.Parameter, dict[str, Any]] = defaultdict(dict)
     # By ``id``, as for ``deepcopy``: what is large is not copied, and parameters outside of the groups are none of it.
     memo: dict[int, Any] = {id(optimizer): small, id(optimizer.state): state}
-    memo |= {id(one): nn.Parameter(torch.empty(0)) for group in optimizer.param_groups for one in group["params"]}
+    memo |= {id(p): nn.Parameter(torch.empty(0)) for group in optimizer.param_groups for p in group["params"]}
     for name, value in vars(optimizer).items():
         if name not in ("step", "zero_grad"):  # a schedule's, of the optimizer
             vars(small)[name] = OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value, memo)
@@ -122,7 +122,7 @@ def _copied(optimizer: Optimizer, cuts: _Cuts, scale: float) -> tuple[Any, dict[
     for group, original in zip(small.param_groups, optimizer.param_groups, strict=True):
         every = original["params"]
         # The first one, which a rank may lack, and one for each number of dims.
-        examples = [*range(len(every))[:1], *{one.ndim: place for place, one in enumerate(every)}.values()]
+        examples = [*range(len(every))[:1], *{p.ndim: place for place, p in enumerate(every)}.values()]
         present = []
         for order, place in enumerate(examples):
             number += 1

@@ -72,7 +72,7 @@ class RateSchedule:
         position = self.last_batch_iteration
         groups = self.optimizer.param_groups
         # All values first, so that one that cannot be computed leaves the groups alike.
-        values = [curve(position, own) for curve, own in zip(self._curves, self._own, strict=True)]
+        values = [curve(position, rate) for curve, rate in zip(self._curves, self._own, strict=True)]
         self._last_lr = [lr for lr, _ in values]
         for group, (lr, momentum) in zip(groups, values, strict=True):
             if isinstance(group["lr"], torch.Tensor):
@@ -99,7 +99,7 @@ def build(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> RateSch
     Raises:
         ValueError: for an unknown parameter, one that is missing, or a value that cannot be.
     """
-    given, groups = without_auto(params), optimizer.param_groups
+    arguments, groups = without_auto(params), optimizer.param_groups
     lacking = [number for number, group in enumerate(groups) if "lr" not in group]
     if lacking:
         raise ValueError(
@@ -109,36 +109,36 @@ def build(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> RateSch
     ours = {name.lower(): rate for name, rate in SCHEDULES.items()}.get(type.lower())
     if ours is None:
         cls: Any = public_classes(lr_scheduler, lr_scheduler.LRScheduler)[type.lower()]
-        given = _check_params(type, given, cls)
+        arguments = _check_params(type, arguments, cls)
         try:
-            made: lr_scheduler.LRScheduler = cls(optimizer, **given)
+            schedule: lr_scheduler.LRScheduler = cls(optimizer, **arguments)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"scheduler {type} with scheduler.params = {dict(given)}: {error}") from error
-        return made
-    start = given.pop("last_batch_iteration", -1)
+            raise ValueError(f"scheduler {type} with scheduler.params = {dict(arguments)}: {error}") from error
+        return schedule
+    start = arguments.pop("last_batch_iteration", -1)
     if not isinstance(start, int) or isinstance(start, bool) or start < -1:
         raise ValueError(f"scheduler.params.last_batch_iteration = {start!r} must be a whole number of at least -1")
-    return RateSchedule(optimizer, curves_of(type, given, optimizer)[0], start, type)
+    return RateSchedule(optimizer, curves_of(type, arguments, optimizer)[0], start, type)
 
 
-def curves_of(type: str, given: Mapping[str, Any], optimizer: Optimizer) -> tuple[list[Curve], dict[str, Any]]:
+def curves_of(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> tuple[list[Curve], dict[str, Any]]:
     """Return the curve of each parameter group for a name in ``SCHEDULES``, and the checked parameters."""
     ours = {name.lower(): rate for name, rate in SCHEDULES.items()}[type.lower()]
-    given, groups = _check_params(type, given, ours), optimizer.param_groups
+    params, groups = _check_params(type, params, ours), optimizer.param_groups
     curves: list[Curve] = []
     for number in range(len(groups)):
-        own = {}
-        for key, value in given.items():
+        group_params = {}
+        for key, value in params.items():
             if isinstance(value, list) and len(value) != len(groups):
                 raise ValueError(f"scheduler {type}: {key} has {len(value)} values for {len(groups)} parameter groups")
-            own[key] = value[number] if isinstance(value, list) else value
-        curves.append(partial(ours, **own))
+            group_params[key] = value[number] if isinstance(value, list) else value
+        curves.append(partial(ours, **group_params))
     # The first call also raises for values that do not fit together, before any group is changed.
     if any([curve(-1, 1.0)[1] is not None for curve in curves]):
         _tell_betas(type, optimizer)
     if (highest := inspect.signature(ours).parameters.get("warmup_max_lr")) is not None:
-        _tell_rates(type, given.get("warmup_max_lr", highest.default), "warmup_max_lr" in given, groups)
-    return curves, given
+        _tell_rates(type, params.get("warmup_max_lr", highest.default), "warmup_max_lr" in params, groups)
+    return curves, params
 
 
 def _tell_rates(name: str, top: Any, is_given: bool, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -162,10 +162,10 @@ def _tell_rates(name: str, top: Any, is_given: bool, groups: Sequence[Mapping[st
 
 def _tell_betas(name: str, optimizer: Optimizer) -> None:
     """Warn where the momentum does not move, and where the second beta changes."""
-    kept = [group["betas"] for group in optimizer.param_groups if "betas" in group]
-    if len(kept) < len(optimizer.param_groups):
+    group_betas = [group["betas"] for group in optimizer.param_groups if "betas" in group]
+    if len(group_betas) < len(optimizer.param_groups):
         _log.warning("%s leaves the momentum as it is where %s has no betas", name, optimizer.__class__.__name__)
-    others = [betas[1] for betas in kept if betas[1] != SECOND_BETA]
+    others = [betas[1] for betas in group_betas if betas[1] != SECOND_BETA]
     if others:
         _log.warning(
             "%s moves the first beta and sets the second one to %g instead of %g (as in DeepSpeed); to keep the "
@@ -189,23 +189,23 @@ _LEAST: dict[str, int] = {
 """Smallest values of whole numbers."""
 
 
-def _check_params(name: str, given: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
+def _check_params(name: str, params: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
     """Return the arguments, each known and of the type that is declared for it; none is missing."""
     declared = inspect.signature(make).parameters
-    known = {key: value for key, value in declared.items() if key not in ("optimizer", "position", "own")}
-    for key in given:
-        if key not in known:
-            raise unknown_parameter("scheduler.params", key, name, known)
-    missing = [key for key, value in known.items() if value.default is value.empty and key not in given]
+    accepted = {key: value for key, value in declared.items() if key not in ("optimizer", "position", "rate")}
+    for key in params:
+        if key not in accepted:
+            raise unknown_parameter("scheduler.params", key, name, accepted)
+    missing = [key for key, value in accepted.items() if value.default is value.empty and key not in params]
     if missing:
         raise ValueError(f"scheduler {name} needs {', '.join(map(repr, missing))}; add it to scheduler.params")
     arguments: dict[str, Any] = {}
-    for key, value in given.items():
+    for key, value in params.items():
         # Of ours a list gives one value per parameter group; torch's take lists of their own meanings.
         listed = isinstance(value, list | tuple) and make in SCHEDULES.values()
         path, least = f"scheduler.params.{key}", _LEAST.get(key)
-        found = [checked(path, item, known[key], least) for item in (value if listed else [value])]
-        arguments[key] = found if listed else found[0]
+        values = [checked(path, item, accepted[key], least) for item in (value if listed else [value])]
+        arguments[key] = values if listed else values[0]
     return arguments
 
 
@@ -220,16 +220,16 @@ def _warmup(position: int, kind: str, steps: int) -> float:
 
 
 def _warmup_lr(
-    position: int, own: float, *, warmup_min_lr: float = 0.0, warmup_max_lr: float | None = None,
+    position: int, rate: float, *, warmup_min_lr: float = 0.0, warmup_max_lr: float | None = None,
     warmup_num_steps: int = 1000, warmup_type: str = "log",
 ) -> tuple[float, None]:  # fmt: skip
     """Rise to ``warmup_max_lr`` (by default each group's own rate), then stay."""
-    top = own if warmup_max_lr is None else warmup_max_lr
+    top = rate if warmup_max_lr is None else warmup_max_lr
     return warmup_min_lr + (top - warmup_min_lr) * _warmup(position, warmup_type, warmup_num_steps), None
 
 
 def _warmup_decay_lr(
-    position: int, own: float, *, total_num_steps: int, warmup_min_lr: float = 0.0, warmup_max_lr: float = 0.001,
+    position: int, rate: float, *, total_num_steps: int, warmup_min_lr: float = 0.0, warmup_max_lr: float = 0.001,
     warmup_num_steps: int = 1000, warmup_type: str = "log",
 ) -> tuple[float, None]:  # fmt: skip
     """Rise to ``warmup_max_lr``, then fall in a line to ``warmup_min_lr`` at ``total_num_steps``."""
@@ -240,7 +240,7 @@ def _warmup_decay_lr(
 
 
 def _warmup_cosine_lr(
-    position: int, own: float, *, total_num_steps: int, warmup_min_ratio: float = 0.0, warmup_num_steps: int = 1000,
+    position: int, rate: float, *, total_num_steps: int, warmup_min_ratio: float = 0.0, warmup_num_steps: int = 1000,
     cos_min_ratio: float = 0.0001, warmup_type: str = "log",
 ) -> tuple[float, None]:  # fmt: skip
     """Rise to the group's own learning rate, then fall along half a cosine to ``cos_min_ratio`` of it."""
@@ -249,13 +249,13 @@ def _warmup_cosine_lr(
     if position < 0:
         return 0.0, None
     if position < steps:
-        return own * (warmup_min_ratio + (1 - warmup_min_ratio) * warmed), None
+        return rate * (warmup_min_ratio + (1 - warmup_min_ratio) * warmed), None
     progress = min(1.0, (position - steps + 1) / max(1, total_num_steps - steps))
-    return own * (cos_min_ratio + (1 - cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2), None
+    return rate * (cos_min_ratio + (1 - cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2), None
 
 
 def _one_cycle(
-    position: int, own: float, *, cycle_min_lr: float, cycle_max_lr: float, decay_lr_rate: float = 0.0,
+    position: int, rate: float, *, cycle_min_lr: float, cycle_max_lr: float, decay_lr_rate: float = 0.0,
     cycle_first_step_size: int = 2000, cycle_second_step_size: int | None = None, cycle_first_stair_count: int = 0,
     cycle_second_stair_count: int | None = None, decay_step_size: int = 0, cycle_momentum: bool = True,
     cycle_min_mom: float = 0.8, cycle_max_mom: float = 0.9, decay_mom_rate: float = 0.0,
@@ -265,12 +265,12 @@ def _one_cycle(
     second = first if cycle_second_step_size is None else cycle_second_step_size
     if position < first + second:
         part = (position + 1) % (first + second)
-        whole = first
+        half = first
         if part > first:
-            part, whole = first + second - part, second
+            part, half = first + second - part, second
             stairs = stairs if cycle_second_stair_count is None else cycle_second_stair_count
         # On stairs, rate and momentum stay for each of so many parts of that half of the cycle.
-        height = part * stairs // whole / stairs if stairs > 0 else part / whole
+        height = part * stairs // half / stairs if stairs > 0 else part / half
         lr = cycle_min_lr + (cycle_max_lr - cycle_min_lr) * height
         # DeepSpeed's begins at its minimum, and not at the maximum that belongs to the lowest rate.
         momentum = cycle_min_mom if position < 0 else cycle_max_mom - (cycle_max_mom - cycle_min_mom) * height
@@ -282,7 +282,7 @@ def _one_cycle(
 
 
 def _lr_range_test(
-    position: int, own: float, *, lr_range_test_min_lr: float = 1e-3, lr_range_test_step_size: int = 2000,
+    position: int, rate: float, *, lr_range_test_min_lr: float = 1e-3, lr_range_test_step_size: int = 2000,
     lr_range_test_step_rate: float = 1.0, lr_range_test_staircase: bool = False,
 ) -> tuple[float, None]:  # fmt: skip
     """Rise without end, to find where training breaks (Smith 2018, arXiv 1803.09820)."""
@@ -301,7 +301,7 @@ _WSD_DECAYS: dict[str, Callable[[float], float]] = {
 
 
 def _wsd(
-    position: int, own: float, *, total_num_steps: int, warmup_num_steps: int = 0, decay_num_steps: int | None = None,
+    position: int, rate: float, *, total_num_steps: int, warmup_num_steps: int = 0, decay_num_steps: int | None = None,
     min_ratio: float = 0.0, decay_type: str = "linear",
 ) -> tuple[float, None]:  # fmt: skip
     """Warm up in a line, stay at the group's own rate, fall to ``min_ratio`` of it (Hu et al., "MiniCPM", 2024)."""
@@ -316,11 +316,11 @@ def _wsd(
         )
     update, decay_start = position + 1, total_num_steps - decay_steps
     if update < warmup_num_steps:
-        return own * (update + 1) / warmup_num_steps, None
+        return rate * (update + 1) / warmup_num_steps, None
     if update < decay_start:
-        return own, None
+        return rate, None
     progress = min(1.0, (update - decay_start) / decay_steps) if decay_steps else 1.0
-    return own * (min_ratio + (1 - min_ratio) * _WSD_DECAYS[decay_type](progress)), None
+    return rate * (min_ratio + (1 - min_ratio) * _WSD_DECAYS[decay_type](progress)), None
 
 
 SCHEDULES: dict[str, Callable[..., tuple[float, float | None]]] = {
@@ -358,14 +358,14 @@ def in_proportion(
         groups: of the optimizer, with their own learning rates.
         apart: option of a group.
     """
-    keys, given = RATES.get(kind.lower(), ()), without_auto(params)
+    keys, values = RATES.get(kind.lower(), ()), without_auto(params)
     ours = {name.lower(): rate for name, rate in SCHEDULES.items()}.get(kind.lower())
     if ours is not None:
         declared = inspect.signature(ours).parameters
-        given = {key: declared[key].default for key in keys if isinstance(declared[key].default, float)} | given
-    peak = given.get(keys[-1]) if keys else None
-    single = all(isinstance(given.get(key, 0.0), int | float) for key in keys)
+        values = {key: declared[key].default for key in keys if isinstance(declared[key].default, float)} | values
+    peak = values.get(keys[-1]) if keys else None
+    single = all(isinstance(values.get(key, 0.0), int | float) for key in keys)
     if not any(apart in group for group in groups) or not single or not isinstance(peak, int | float) or peak <= 0:
         return dict(params)
     shares = [float(group["lr"]) / peak if apart in group else 1.0 for group in groups]
-    return {**params, **{key: [given[key] * share for share in shares] for key in keys if key in given}}
+    return {**params, **{key: [values[key] * share for share in shares] for key in keys if key in values}}

@@ -67,13 +67,13 @@ class Presence(Enum):
 
 def _harmless() -> frozenset[Any]:
     """The functions that look at a tensor's description only."""
-    found: list[Any] = [getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name)]
-    found += [torch.numel, torch.is_floating_point, torch.is_complex, torch._has_compatible_shallow_copy_type]
-    found.append(torch.result_type)
+    functions: list[Any] = [getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name)]
+    functions += [torch.numel, torch.is_floating_point, torch.is_complex, torch._has_compatible_shallow_copy_type]
+    functions.append(torch.result_type)
     for name in _ATTRIBUTES:
         attribute = getattr(torch.Tensor, name, None)
-        found += [getattr(attribute, a) for a in ("__get__", "__set__", "__delete__") if hasattr(attribute, a)]
-    return frozenset([*found, _SET_DATA])
+        functions += [getattr(attribute, a) for a in ("__get__", "__set__", "__delete__") if hasattr(attribute, a)]
+    return frozenset([*functions, _SET_DATA])
 
 
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -188,7 +188,7 @@ def with_edges(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[l
         changed, named = list(args), dict(kwargs or {})
         inputs = changed.pop(1) if len(changed) > 1 else named.pop("inputs")
         inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-        edges = [get_gradient_edge(one) if isinstance(one, nn.Parameter) else one for one in inputs]
+        edges = [get_gradient_edge(entry) if isinstance(entry, nn.Parameter) else entry for entry in inputs]
     return [*changed[:1], edges, *changed[1:]], named
 
 
@@ -251,7 +251,7 @@ def gathered_class(base: type[nn.Parameter], saving: Saving) -> type[nn.Paramete
         def __torch_function__(
             cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
         ) -> Any:
-            if any(one not in (nn.Parameter, torch.Tensor) and not hasattr(one, GATHERED) for one in types):
+            if any(kind not in (nn.Parameter, torch.Tensor) and not hasattr(kind, GATHERED) for kind in types):
                 return NotImplemented  # another library's tensors know best
             if func is torch.autograd.grad:
                 changed, named = with_edges(args, kwargs)
@@ -260,7 +260,7 @@ def gathered_class(base: type[nn.Parameter], saving: Saving) -> type[nn.Paramete
             with torch._C.DisableTorchFunctionSubclass():
                 if saves is None or func in HARMLESS or not torch.is_grad_enabled():
                     return func(*args, **(kwargs or {}))
-                if any(one is not Gathered and hasattr(one, GATHERED) for one in types):
+                if any(kind is not Gathered and hasattr(kind, GATHERED) for kind in types):
                     # This engine's hooks for saved tensors know nothing of the other's memory.
                     raise RuntimeError(
                         f"{getattr(func, '__name__', func)} of gathered parameters of two engines cannot be "
@@ -290,10 +290,10 @@ def watched_class(base: type[torch.Tensor], used: Callable[[torch.Tensor], None]
             if func in HARMLESS and func is not _SET_DATA:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **(kwargs or {}))
-            for one in tree_leaves((args, kwargs)):
-                if isinstance(one, Watched):
+            for argument in tree_leaves((args, kwargs)):
+                if isinstance(argument, Watched):
                     tell = weak_used()
-                    change_class(one, base) if tell is None else tell(one)
+                    change_class(argument, base) if tell is None else tell(argument)
             return func(*args, **(kwargs or {}))
 
     return Watched
@@ -304,12 +304,12 @@ class Guard:
 
     def __init__(self, unit: Owner, unloaded: type[nn.Parameter], gathered: type[nn.Parameter]) -> None:
         self._parameters = [parameter for flat in unit.flats for parameter in flat.parameters]
-        own = [type(parameter) for parameter in self._parameters]
-        plain = [getattr(one, OWN_CLASS, one) is nn.Parameter for one in own]
+        classes = [type(parameter) for parameter in self._parameters]
+        plain = [getattr(cls, OWN_CLASS, cls) is nn.Parameter for cls in classes]
         self._classes = {
-            Presence.UNLOADED: [unloaded] * len(own),
-            Presence.LOADED: own,
-            Presence.GATHERED: [gathered if one else kept for one, kept in zip(plain, own, strict=True)],
+            Presence.UNLOADED: [unloaded] * len(classes),
+            Presence.LOADED: classes,
+            Presence.GATHERED: [gathered if is_plain else cls for is_plain, cls in zip(plain, classes, strict=True)],
         }
         self._now = Presence.LOADED
 

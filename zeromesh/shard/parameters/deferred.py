@@ -313,12 +313,12 @@ def _stored(value: Any) -> Any:
 
 
 def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    found = []
+    tensors = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += _tensors(value)
-    return found
+            tensors += _tensors(value)
+    return tensors
 
 
 def _draw(func: Any, args: Any, kwargs: dict[str, Any], written: Sequence[torch.Tensor]) -> None:

@@ -59,11 +59,11 @@ class Events:
             if torch.is_grad_enabled():
                 if unit.sharded and any(id(tensor) in members for tensor in outputs):
                     # A view keeps the memory of the parameter, which leaves with the unit.
-                    replaced = map_tensors(output, lambda one: one.view_as(one) if id(one) in members else one)
+                    replaced = map_tensors(output, lambda t: t.view_as(t) if id(t) in members else t)
                     outputs = tensors_of(replaced)
                 inputs = {id(tensor) for tensor in tensors_of((args, kwargs))}
                 # A hook on a leaf would stay for ever, and below a leaf there is nothing of the unit's backward.
-                new = [one for one in outputs if one.requires_grad and not one.is_leaf and id(one) not in inputs]
+                new = [t for t in outputs if t.requires_grad and not t.is_leaf and id(t) not in inputs]
                 if new and unit not in self._residency.lending:
                     call = Call(unit, self.backward.latest if computing_backward() else self.order.current)
                     self.backward.listen(call, new)

@@ -358,8 +358,8 @@ def _take_pieces(flat: Flat) -> None:
         rebind(piece.parameter, flat.master[local].view(piece.parameter.shape))
 
 
-def _read(flat: Flat, segment: Segment, source: Source, kept: slice) -> None:
-    start, stop = max(segment.start, kept.start), min(segment.stop, kept.stop)
+def _read(flat: Flat, segment: Segment, source: Source, own_range: slice) -> None:
+    start, stop = max(segment.start, own_range.start), min(segment.stop, own_range.stop)
     if start < stop:
         first = start - segment.start
         value = segment.held.read(source.read, first, stop - segment.start)
@@ -370,11 +370,11 @@ def _read(flat: Flat, segment: Segment, source: Source, kept: slice) -> None:
         flat.put(segment, value.to(dtype=wide), first)
 
 
-def _cut_pieces(layout: Layout, own: slice, master: torch.Tensor) -> Iterator[tuple[int, slice, Piece]]:
+def _cut_pieces(layout: Layout, own_range: slice, master: torch.Tensor) -> Iterator[tuple[int, slice, Piece]]:
     """Yield the index of each parameter in this rank's part, its place there, and the piece that is updated."""
-    for index, start, stop in layout.owned(own.start, own.stop):
+    for index, start, stop in layout.owned(own_range.start, own_range.stop):
         segment = layout.segments[index]
-        local = slice(start - own.start, stop - own.start)
+        local = slice(start - own_range.start, stop - own_range.start)
         parameter = nn.Parameter(master[local])
         yield index, local, Piece(segment.name, segment.held, start - segment.start, stop - segment.start, parameter)
 
@@ -394,8 +394,8 @@ def _first_ranks_value(parameter: nn.Parameter, mesh: Mesh, unmade: bool, tied_s
     return value
 
 
-def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+def _shares(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _put(value: torch.Tensor, at: int, buffer: torch.Tensor, first: int, split: bool = False) -> None:

@@ -15,17 +15,17 @@ from zeromesh.shard.parameters.flat import Flat
 JOIN_TAG = 12  # tag of whole parameters that are put together along the tensor axis
 
 
-def join(held: Held, part: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+def join(held_part: Held, part: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """A whole parameter from what the ranks along the tensor axis hold; ``part`` itself where that is all."""
-    if held.split is None:
+    if held_part.split is None:
         return part
     group = mesh.group("tensor")
-    whole = torch.empty(held.whole, dtype=part.dtype, device=part.device)
+    full = torch.empty(held_part.whole, dtype=part.dtype, device=part.device)
     parts = torch.empty(group.size, *part.shape, dtype=part.dtype, device=part.device)
     group.all_gather(parts.view(-1), part.detach().contiguous().view(-1), JOIN_TAG).wait()
-    for rank, one in enumerate(parts):
-        replace(held, rank=rank).place(one, whole)
-    return whole
+    for rank, rank_part in enumerate(parts):
+        replace(held_part, rank=rank).place(rank_part, full)
+    return full
 
 
 class FlatExchange:
@@ -56,12 +56,12 @@ class FlatExchange:
         flat = self._flats[bucket]
         layout = flat.layout
         full = torch.zeros(layout.size, dtype=flat.master.dtype, device=self._mesh.device)
-        own = full[flat.own]  # a view: what is copied into it is what this rank contributes to the gather
+        shard = full[flat.own]  # a view: what is copied into it is what this rank contributes to the gather
         for _, local, piece in flat.pieces:
             if piece.name in pieces:
-                own[local].copy_(pieces[piece.name].flatten())
+                shard[local].copy_(pieces[piece.name].flatten())
         if self._shared:
-            self._group.all_gather(full, own, flat.tag + 3).wait()
+            self._group.all_gather(full, shard, flat.tag + 3).wait()
         return {
             segment.name: join(segment.held, full[segment.start : segment.stop].view(segment.shape), self._mesh)
             for segment in layout.segments

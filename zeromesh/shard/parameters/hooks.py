@@ -72,19 +72,19 @@ def _nothing(*_: Any) -> None:
 
 def passes_of(roots: Sequence[torch.Tensor], wanted: Collection[Pass]) -> set[Pass]:
     """Those of the passes that some tensors depend on. The search ends when all are found."""
-    found: set[Pass] = set()
+    passes: set[Pass] = set()
     seen: set[Any] = set()
     stack: list[Any] = [root.grad_fn for root in roots]
-    while stack and len(found) < len(wanted):
+    while stack and len(passes) < len(wanted):
         node = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         call = node.metadata.get(CALL)
         if call is not None and call.forward in wanted:
-            found.add(call.forward)
+            passes.add(call.forward)
         stack.extend(following for following, _ in node.next_functions)
-    return found
+    return passes
 
 
 class _View(NamedTuple):

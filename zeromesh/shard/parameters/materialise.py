@@ -112,8 +112,8 @@ def _initialised(model: nn.Module, path: str, seed: int) -> dict[str, torch.Tens
     with _without_values(module), torch.no_grad():
         for initialise in _initialisers(model, path):
             initialise()
-        own = [*module._parameters.items(), *module._buffers.items()]
-        values = {name: tensor.detach() for name, tensor in own if tensor is not None}
+        entries = [*module._parameters.items(), *module._buffers.items()]
+        values = {name: tensor.detach() for name, tensor in entries if tensor is not None}
     generator.set_state(state)
     return values
 
@@ -189,8 +189,8 @@ def _initialisers(model: nn.Module, path: str) -> Iterator[Callable[[], Any]]:
     calls: list[Callable[[], Any]] = []
     initialise: Any = None
     for module in around:
-        own = getattr(module, "_init_weights", None)
-        initialise = own if callable(own) and len(inspect.signature(own).parameters) == 1 else initialise
+        method = getattr(module, "_init_weights", None)
+        initialise = method if callable(method) and len(inspect.signature(method).parameters) == 1 else initialise
         if initialise is not None:
             calls.append(partial(initialise, module))
     # From the inside out, as transformers calls them: a model may set weights of a module's parts.

@@ -77,12 +77,12 @@ class ModelBuffers:
     def _share_values(self, buffer: torch.Tensor) -> None:
         _own_memory(buffer)
         # As bytes, because the backends do not know every dtype; contiguous, because they take nothing else.
-        whole = buffer.detach().clone(memory_format=torch.contiguous_format)
-        self._mesh.group("stage").broadcast(whole.view(-1).view(torch.uint8))
+        contiguous = buffer.detach().clone(memory_format=torch.contiguous_format)
+        self._mesh.group("stage").broadcast(contiguous.view(-1).view(torch.uint8))
         if self._mesh.group("stage").rank != 0:
             # Through ``data``, which leaves the version as it is: what the ranks may do next is the same on all.
             with torch.inference_mode(buffer.is_inference()):
-                buffer.data.copy_(whole)
+                buffer.data.copy_(contiguous)
 
     def _look(self) -> list[_Seen]:
         return [_Seen.of(place) for place in self._places]

@@ -22,19 +22,19 @@ SCALES_TAG = 14  # tag, on the axis of shards, of the largest magnitudes
 class NarrowGather:
     """Scales of a flat buffer's parameters, one each, and its gather."""
 
-    def __init__(self, layout: Layout, own: slice) -> None:
-        self._layout, self._start = layout, own.start
-        owned = layout.owned(own.start, own.stop)
-        self._owned = [(index, slice(start - own.start, stop - own.start)) for index, start, stop in owned]
+    def __init__(self, layout: Layout, own_range: slice) -> None:
+        self._layout, self._start = layout, own_range.start
+        owned = layout.owned(own_range.start, own_range.stop)
+        self._owned = [(index, slice(start - own_range.start, stop - own_range.start)) for index, start, stop in owned]
         self._scales: Tensor | None = None  # shape (segments,), on the device; None: parameters may have changed
         self._filled: Tensor | None = None  # scales of what the parameters are now; None: they are not rounded
 
     def largest(self, shard: Tensor) -> Tensor:
         """Return the largest magnitude of each parameter in this rank's shard, shape (segments,), in fp32."""
-        found = torch.zeros(len(self._layout.segments), dtype=torch.float32, device=shard.device)
+        magnitudes = torch.zeros(len(self._layout.segments), dtype=torch.float32, device=shard.device)
         for index, local in self._owned:
-            found[index] = magnitude(self._part(shard, local))[0]
-        return found
+            magnitudes[index] = magnitude(self._part(shard, local))[0]
+        return magnitudes
 
     def _part(self, shard: Tensor, local: slice) -> Tensor:
         # In the dtype that is computed with, which a layer would round: from fp32, some numbers would go another way.

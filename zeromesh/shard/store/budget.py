@@ -69,13 +69,13 @@ class MemoryBudget:
     def first_early(self, share: float) -> list[Flat]:
         """Return the first of ``early``, as many as are no more than this share of all their elements."""
         sizes = {flat: flat.own.stop - flat.own.start for flat in self.early}
-        left, found = share * sum(sizes.values()), []
+        left, flats = share * sum(sizes.values()), []
         for flat, size in sizes.items():
             if size > left:
                 break
             left -= size
-            found.append(flat)
-        return found
+            flats.append(flat)
+        return flats
 
     def host(self, states: int, buffers: int = 0, early: Sequence[Flat] = ()) -> dict[str, int]:
         """Return bytes in host memory by what they are for, with these states of a parameter, file buffers, updates."""
@@ -114,11 +114,11 @@ def _what_fits(parts: dict[str, int], most: int) -> str:
     if 0 < (share := int(100 * (most - rest) / moved) / 100 if moved else 0.0) < 1:
         ways.append(f"offload_optimizer.ratio = {share:g} fits, and leaves the other states on the device")
     in_files = [("offload_optimizer.device", "optimizer states"), ("offload_param.device", "parameters")]
-    found = [entry for entry in in_files if entry[1] in parts]
-    for chosen in [[entry] for entry in found] + [found] * (len(found) > 1):
-        kept = sum(parts.values()) - sum(parts[part] for _, part in chosen)
-        if kept < most:
-            verb, also = "take" if len(chosen) > 1 else "takes", f"{bytes_text(kept)} and " if kept else ""
+    movable = [entry for entry in in_files if entry[1] in parts]
+    for chosen in [[entry] for entry in movable] + [movable] * (len(movable) > 1):
+        remaining = sum(parts.values()) - sum(parts[part] for _, part in chosen)
+        if remaining < most:
+            verb, also = "take" if len(chosen) > 1 else "takes", f"{bytes_text(remaining)} and " if remaining else ""
             ways.append(f"{' and '.join(key for key, _ in chosen)} = nvme {verb} {also}some buffers")
             break
     ways.append("spread the states over more nodes" if ways else "take a machine with more memory, or more nodes")

@@ -212,10 +212,10 @@ class EarlyUpdates:
         if not all(steps.takes(piece.parameter, shard) for _, _, piece in flat.pieces):
             return None
         coming = [steps.coming(piece.parameter) for _, _, piece in flat.pieces]
-        found = [entry for entry in coming if entry is not None]
-        if len(found) < len(coming):
+        updates = [entry for entry in coming if entry is not None]
+        if len(updates) < len(coming):
             return None
-        states = [tensors for _, tensors in found]
+        states = [tensors for _, tensors in updates]
         on_disk = self._swap is not None and flat in self._swap
         if on_disk and not all(is_unloaded(tensor) for tensors in states for tensor in tensors):
             return None  # somebody has set it: it goes to the file first
@@ -229,7 +229,7 @@ class EarlyUpdates:
         memory = self._next[flat]
         if not on_disk:
             memory.fit(states, self._device)
-        taken = [step for step, _ in found]
+        taken = [step for step, _ in updates]
         task = _Task(flat, shard, steps.factor, taken, states, memory, gradient.landed, flat.master._version)
         # What rests in files nobody can write to without `_before_states`.
         for tensor in () if on_disk else task.tensors:
@@ -319,10 +319,10 @@ class EarlyUpdates:
                 good = []
             if good:
                 self._swap.commit()
-        found = {task.flat for task in good}
-        if not found:
+        flats = {task.flat for task in good}
+        if not flats:
             self._forget()
-        return found
+        return flats
 
     def adopt(self, steps: HostUpdate, flat: Flat) -> None:
         """Let the update of one flat buffer count, and send the new parameters to its shard."""
@@ -431,6 +431,6 @@ def _holds(task: _Task, steps: HostUpdate) -> bool:
         coming = steps.coming(piece.parameter)
         if coming is None or coming[0] != task.steps[number]:
             return False
-        if any(one is not other for one, other in zip(coming[1], task.states[number], strict=True)):
+        if any(tensor is not other for tensor, other in zip(coming[1], task.states[number], strict=True)):
             return False
     return True

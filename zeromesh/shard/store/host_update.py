@@ -70,11 +70,11 @@ class HostUpdates:
         with span("update_on_host", gradient.unit):
             steps.step(inputs)
         self.seconds += time.perf_counter() - began
-        for one in inputs:
+        for update in inputs:
             # The gradient is read, master and states are read and written (both halves of a master are as large as the
             # whole), and the new parameter is written.
-            rest = 2 * (1 + self._store.states) * one.gradient.numel() * flat.master.dtype.itemsize
-            self.nbytes += one.gradient.nbytes + rest + (0 if one.output is None else one.output.nbytes)
+            rest = 2 * (1 + self._store.states) * update.gradient.numel() * flat.master.dtype.itemsize
+            self.nbytes += update.gradient.nbytes + rest + (0 if update.output is None else update.output.nbytes)
 
 
 def _apart(window: StateWindow, within: slice, begin: int) -> StatesApart | None:

@@ -79,20 +79,20 @@ class Rows:
 
     def raw(self, memory: torch.Tensor, window: slice | None = None) -> list[torch.Tensor]:
         """Return the rows of a block, 1-D, in their own dtypes: the master or its lower halves, then the states."""
-        elements, begin, found = self._elements if window is None else window.stop - window.start, 0, []
+        elements, begin, rows = self._elements if window is None else window.stop - window.start, 0, []
         for kind in self._kinds:
-            found.append(memory[begin : begin + elements * kind.itemsize].view(kind))
+            rows.append(memory[begin : begin + elements * kind.itemsize].view(kind))
             begin += round_up(elements * kind.itemsize, ALIGN)
-        return found
+        return rows
 
-    def unpack(self, memory: torch.Tensor, known: bool, window: slice | None = None) -> list[torch.Tensor]:
+    def unpack(self, memory: torch.Tensor, filled: bool, window: slice | None = None) -> list[torch.Tensor]:
         """Return the master and the states of a block, 1-D, in the master's dtype."""
         first, *states = self.raw(memory, window)
         if not self.form.split:
             return [first, *states]
         master, upper = torch.empty(len(first)), self._flat.shard[window or slice(None)]
         # In runs, so that the temporaries of a conversion stay in the cache.
-        for part in _runs(len(first)) if known else ():
+        for part in _runs(len(first)) if filled else ():
             master[part] = halves.join(upper[part], first[part])
         return [master, *states]
 
@@ -151,7 +151,7 @@ class Swap:
         """Let states that were made or set while nothing was loaded rest here, too."""
         for flat in flats:
             count = self._rows[flat].form.states
-            states = (found for _, _, piece in flat.pieces for found in islice(self._states(piece.parameter), count))
+            states = (pair for _, _, piece in flat.pieces for pair in islice(self._states(piece.parameter), count))
             if not all(is_unloaded(state[name]) for state, name in states if name in state):
                 self.load(flat, write=True)
         self.flush()
@@ -281,9 +281,9 @@ class Swap:
         if self._stored is not None and flat in self._stored:
             self._stored.load(flat, write, read)
 
-    def _bind(self, flat: Flat, memory: torch.Tensor, known: bool) -> list[torch.Tensor]:
+    def _bind(self, flat: Flat, memory: torch.Tensor, filled: bool) -> list[torch.Tensor]:
         """Let the master, the pieces and their states lie in a block, or in what is joined; return these rows."""
-        values = self._rows[flat].unpack(memory, known)
+        values = self._rows[flat].unpack(memory, filled)
         flat.bind_master(values[0])
         for _, local, piece in flat.pieces:
             for (state, name), row in zip(self._states(piece.parameter), values[1:], strict=False):

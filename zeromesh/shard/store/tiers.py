@@ -100,8 +100,8 @@ class Tiers:
 
     def disk_traffic(self) -> DiskTraffic | None:
         """Return the traffic of the files so far; None where there are none."""
-        found = [traffic for files in self._files if (traffic := files.traffic()) is not None]
-        return None if not found else DiskTraffic(*map(sum, zip(*map(astuple, found), strict=True)))
+        traffics = [traffic for files in self._files if (traffic := files.traffic()) is not None]
+        return None if not traffics else DiskTraffic(*map(sum, zip(*map(astuple, traffics), strict=True)))
 
     def close(self) -> None:
         """Delete the files."""

@@ -28,7 +28,7 @@ def find_tables(
         ValueError: a pattern matches no embedding, or one that cannot be spread.
     """
     places = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    found: dict[str, nn.Module] = {}
+    tables: dict[str, nn.Module] = {}
     reasons: dict[str, str] = {}
     unused = dict.fromkeys(patterns or ())
     for name, module in model.named_modules():
@@ -39,7 +39,7 @@ def find_tables(
             continue
         reason = _reason(name, module, places) or taken.get(f"{name}.weight")
         if reason is None:
-            found[name] = module
+            tables[name] = module
         elif hits:
             raise ValueError(f"embedding_tables.modules names {name}, whose rows cannot be spread: {reason}")
         else:
@@ -51,7 +51,7 @@ def find_tables(
         raise ValueError(
             f"embedding_tables.modules: {next(iter(unused))!r} matches no embedding of the model; it has {names}"
         )
-    return found, reasons
+    return tables, reasons
 
 
 def _reason(name: str, module: nn.Module, places: Mapping[int, int]) -> str | None:

@@ -19,11 +19,11 @@ def forward_of(module: Any, lookups: Lookups, table: Table) -> Callable[..., tor
     """Return a forward for the module, which may outlive the lookups and the table."""
     # Here, as this import takes a second, which only models with tables pay.
     disabled: Callable[..., torch.Tensor] = torch.compiler.disable(look_up)
-    found, here = ref(lookups), ref(table)
+    weak_lookups, weak_table = ref(lookups), ref(table)
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         # A compiled model gets ordinary tensors: it asks here, outside of what is disabled for the compiler.
-        return disabled(module, found(), here(), torch.compiler.is_compiling(), *args, **kwargs)
+        return disabled(module, weak_lookups(), weak_table(), torch.compiler.is_compiling(), *args, **kwargs)
 
     return forward
 
@@ -39,8 +39,8 @@ def look_up(
     # Inside GatheredParameters ranks may generate texts of different lengths.
     gathered = bool(table.flat.unbound) and not torch.is_grad_enabled() and module.max_norm is None
     if other or gathered:
-        whole: torch.Tensor = type(module).forward(module, *args, **kwargs)
-        return whole
+        output: torch.Tensor = type(module).forward(module, *args, **kwargs)
+        return output
     bag = isinstance(module, nn.EmbeddingBag)
     call = (_bag if bag else _embedding)(module, table.name, *args, **kwargs)
     at_once = at_once or (bag and module.mode == "max")  # its graph depends on the rows
@@ -74,7 +74,7 @@ def _bag(
             include_last_offset=module.include_last_offset, padding_idx=padding,
         )  # fmt: skip
 
-    first, second = (None if one is None else one.detach().clone() for one in (offsets, per_sample_weights))
+    first, second = (None if tensor is None else tensor.detach().clone() for tensor in (offsets, per_sample_weights))
     failure = _wrong(name, module.num_embeddings, input, offsets)
     return TableCall(ids, partial(compute, offsets, per_sample_weights), partial(compute, first, second), failure)
 

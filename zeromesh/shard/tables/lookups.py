@@ -143,8 +143,8 @@ class Lookups:
 
     def drop(self) -> None:
         """Refuse later uses of outputs whose rows have not been asked for."""
-        for one in self._waiting.values():
-            one.failed()
+        for lookup in self._waiting.values():
+            lookup.failed()
         self._waiting.clear()
 
     def _exchange(self, failure: tuple[int, Exception] | None = None, plain: Lookup | None = None) -> None:
@@ -164,7 +164,11 @@ class Lookups:
                 self.drop()
                 raise
             lookups = [self._waiting.pop(table) for table in tables]
-            errors = [error for one in lookups if (error := catch(partial(one.found, one is not plain))[1]) is not None]
+            errors = [
+                error
+                for lookup in lookups
+                if (error := catch(partial(lookup.found, lookup is not plain))[1]) is not None
+            ]
         if errors:
             raise errors[0]
 
@@ -174,17 +178,19 @@ class Lookups:
         lookups = [self._waiting[table] for table in tables]
         rows = [table.answer(torch.cat(route.of(index))) for index, table in enumerate(tables)]
         by_table = [row.split([counts[index] for counts in route.received]) for index, row in enumerate(rows)]
-        landings = [one.rows.data.split([counts[index] for counts in route.sent]) for index, one in enumerate(lookups)]
+        landings = [
+            lookup.rows.data.split([counts[index] for counts in route.sent]) for index, lookup in enumerate(lookups)
+        ]
         # Rows of several dtypes travel as bytes.
-        bytewise = len({one.dtype for one in rows}) > 1
+        bytewise = len({row.dtype for row in rows}) > 1
         answers, coming, parts = {}, {}, {}
         for peer in range(group.size):
             answers[peer] = _pack([_flat(every[peer], bytewise) for every in by_table])
             parts[peer] = [_flat(landing[peer], bytewise) for landing in landings]
             lengths = [part.numel() for part in parts[peer]]
             coming[peer] = parts[peer][0] if len(lengths) == 1 else vector_of(sum(lengths), parts[peer][0].dtype, group)
-        for one in lookups:
-            one.begin()
+        for lookup in lookups:
+            lookup.begin()
         swap(group, LOOKUP_TAG, answers, coming, "table_rows")
         coming[rank] = answers[rank]
         for peer, message in coming.items():
@@ -239,10 +245,10 @@ class TableOutput(torch.Tensor):
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, lookup: Lookup, lookups: Lookups) -> TableOutput:  # noqa: D102
-        made: TableOutput = torch.Tensor._make_wrapper_subclass(
+        wrapper: TableOutput = torch.Tensor._make_wrapper_subclass(
             cls, like.size(), strides=like.stride(), dtype=like.dtype, device=like.device
         )
-        return made
+        return wrapper
 
     def __init__(self, like: torch.Tensor, lookup: Lookup, lookups: Lookups) -> None:
         torch._C._set_throw_on_mutable_data_ptr(self)  # C++ that would read the memory that is not there raises
@@ -278,19 +284,19 @@ class TableOutput(torch.Tensor):
     ) -> Any:
         wrapped: dict[int, TableOutput] = {}
 
-        def unwrap(one: TableOutput) -> torch.Tensor:
-            value = one.value()
-            wrapped[id(value)] = one
+        def unwrap(output: TableOutput) -> torch.Tensor:
+            value = output.value()
+            wrapped[id(value)] = output
             return value
 
         args, kwargs = tree_map_only(cls, unwrap, (args, kwargs or {}))
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if not func._schema.is_mutable:
-            return found
-        for one in wrapped.values():
-            one._check_shape(func)
+            return result
+        for output in wrapped.values():
+            output._check_shape(func)
         # A function that writes in place returns the tensor that it was given.
-        return tree_map(lambda one: wrapped.get(id(one), one), found)
+        return tree_map(lambda leaf: wrapped.get(id(leaf), leaf), result)
 
     def _check_shape(self, func: Any) -> None:
         value = self.value()

@@ -65,16 +65,16 @@ def ask(
     header[:, 0], header[:, 1] = engine, ABSENT if failure is None else failure[0]
     if requests:
         numbers, counts = _by_owner(requests, group)
-        header[:, [2 + one.place for one in requests]] = counts
+        header[:, [2 + request.place for request in requests]] = counts
     heard = header.clone()
     swap(group, tag, dict(enumerate(header)), dict(enumerate(heard)), "table_counts")
-    told, own = heard.tolist(), header.tolist()
+    told, own_rows = heard.tolist(), header.tolist()
     if failure is not None:
         raise failure[1]
     common = _common(requests, told, engine)
     if len(common) < len(requests):
         numbers, counts = _by_owner(common, group)
-    sent, received = ([[row[2 + one.place] for one in common] for row in table] for table in (own, told))
+    sent, received = ([[row[2 + request.place] for request in common] for row in table] for table in (own_rows, told))
     messages = numbers.split([sum(row) for row in sent])
     asked = [
         messages[rank] if peer == rank else vector_of(sum(received[peer]), torch.int64, group) for peer in range(size)
@@ -86,9 +86,9 @@ def ask(
 
 def _by_owner(requests: Sequence[RowRequest], group: Group) -> tuple[torch.Tensor, torch.Tensor]:
     """Return local row numbers, by owner and then by request, and how many there are: shape (ranks, requests)."""
-    ids = torch.cat([one.ids for one in requests])
-    lengths = torch.tensor([one.ids.numel() for one in requests], device=group.device)
-    each = torch.tensor([one.per_rank for one in requests], device=group.device).repeat_interleave(lengths)
+    ids = torch.cat([request.ids for request in requests])
+    lengths = torch.tensor([request.ids.numel() for request in requests], device=group.device)
+    each = torch.tensor([request.per_rank for request in requests], device=group.device).repeat_interleave(lengths)
     index = torch.arange(len(requests), device=group.device).repeat_interleave(lengths)
     owner = ids // each
     counts = torch.bincount(owner * len(requests) + index, minlength=group.size * len(requests))
@@ -97,7 +97,7 @@ def _by_owner(requests: Sequence[RowRequest], group: Group) -> tuple[torch.Tenso
 
 def _common(requests: Sequence[RowRequest], told: list[list[int]], engine: int) -> list[RowRequest]:
     """Return the requests that all ranks have; raise RuntimeError if there are none, or a rank failed."""
-    names = {one.place: one.name for one in requests}
+    names = {request.place: request.name for request in requests}
     for rank, row in enumerate(told):
         if row[0] != engine:
             raise RuntimeError(
@@ -109,7 +109,7 @@ def _common(requests: Sequence[RowRequest], told: list[list[int]], engine: int) 
                 f"rank {rank} failed in a lookup of {names.get(row[1], 'a table')}, which all ranks share; the error "
                 "of that rank says why, as an index that is out of range"
             )
-    common = [one for one in requests if all(row[2 + one.place] != ABSENT for row in told)]
+    common = [request for request in requests if all(row[2 + request.place] != ABSENT for row in told)]
     if not common:
         first = requests[0]
         rank = next(rank for rank, row in enumerate(told) if row[2 + first.place] == ABSENT)
@@ -129,17 +129,18 @@ def swap(
     group: Group, tag: int, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], what: str
 ) -> None:
     """Exchange messages with the other ranks; both sides know which of them are empty, and these are not sent."""
-    going = {peer: one.contiguous() for peer, one in sends.items() if peer != group.rank and one.numel()}
-    coming = {peer: one for peer, one in receives.items() if peer != group.rank and one.numel()}
+    going = {peer: message.contiguous() for peer, message in sends.items() if peer != group.rank and message.numel()}
+    coming = {peer: message for peer, message in receives.items() if peer != group.rank and message.numel()}
     if going or coming:
         group.send_and_receive(going, coming, tag, what).wait()
 
 
-def from_all(group: Group, tag: int, own: torch.Tensor) -> list[torch.Tensor]:
+def from_all(group: Group, tag: int, tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors of all ranks, in their order; they differ in their first dimension only. Collective."""
-    lengths = group.exchange(torch.tensor([own.shape[0]]), tag).flatten().tolist()
-    found = [
-        own if rank == group.rank else own.new_empty(length, *own.shape[1:]) for rank, length in enumerate(lengths)
+    lengths = group.exchange(torch.tensor([tensor.shape[0]]), tag).flatten().tolist()
+    tensors = [
+        tensor if rank == group.rank else tensor.new_empty(length, *tensor.shape[1:])
+        for rank, length in enumerate(lengths)
     ]
-    swap(group, tag, dict.fromkeys(range(group.size), own), dict(enumerate(found)), "table_copies")
-    return found
+    swap(group, tag, dict.fromkeys(range(group.size), tensor), dict(enumerate(tensors)), "table_copies")
+    return tensors

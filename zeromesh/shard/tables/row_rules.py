@@ -95,9 +95,9 @@ def rule_of(optimizer: torch.optim.Optimizer, group: Options, names: str) -> str
     kind = type(optimizer)
     name = group.get(RULE_KEY, OF_CLASS.get(update_class(optimizer)))
     if name not in RULES:
-        found = f"{RULE_KEY} = {name!r}" if RULE_KEY in group else f"{kind.__name__}"
+        subject = f"{RULE_KEY} = {name!r}" if RULE_KEY in group else f"{kind.__name__}"
         raise ValueError(
-            f"{found} has no update for rows of {names}, whose gradients are sparse; set "
+            f"{subject} has no update for rows of {names}, whose gradients are sparse; set "
             "embedding_tables.optimizer to one of "
             f"{', '.join(RULES)}, or embedding_tables.modules to [] for dense gradients"
         )

@@ -74,8 +74,8 @@ class Table:
             optimizer_tier=tier, pinned=False,
         )  # fmt: skip
         along = mesh.group("tensor")  # each of its ranks has a copy of the rows; the first one counts and writes
-        held = Held(tuple(weight.shape), rank=along.rank, ranks=along.size)
-        segment = Segment(f"{name}.weight", weight.shape, 0, weight.numel(), held)
+        held_part = Held(tuple(weight.shape), rank=along.rank, ranks=along.size)
+        segment = Segment(f"{name}.weight", weight.shape, 0, weight.numel(), held_part)
         layout = Layout(weight.dtype, True, (segment,), self.group.size, self.per_rank * self.group.size * self.width)
         self.flat = Flat(layout, [weight], number, row, mesh)
         self.flats = (self.flat,)
@@ -202,7 +202,7 @@ class Table:
 
     def leaves(self) -> list[torch.Tensor]:
         """Return the rows of lookups whose graph still exists: leaves, which autograd can be asked about."""
-        return [leaf for one in self._leaves if (leaf := one()) is not None]
+        return [leaf for reference in self._leaves if (leaf := reference()) is not None]
 
     # Backward.
 
@@ -220,7 +220,7 @@ class Table:
         else:
             none = torch.empty(0, dtype=torch.int64, device=device), vector_of(0, self.wire, self.group)
             every = self._arrived or [(none[0], none[1].view(0, self.width))]
-            ids, gradient = add_up([one for one, _ in every], [one for _, one in every])
+            ids, gradient = add_up([row_ids for row_ids, _ in every], [part for _, part in every])
         self._arrived = []
         # A sum that was made before is not rounded again; all ranks know of it.
         return ids, gradient.to(torch.promote_types(self._sent, torch.float32) if self._reopened else self._sent)
@@ -232,8 +232,8 @@ class Table:
 
     def dense_gradient(self) -> torch.Tensor:
         """Return the summed gradient of all rows here, shape (rows here x width,); zero where a row has none."""
-        whole = self.gradient.new_zeros(self.rows_here, self.width)
-        return whole.index_copy_(0, self.ids, self.gradient).view(-1)
+        dense = self.gradient.new_zeros(self.rows_here, self.width)
+        return dense.index_copy_(0, self.ids, self.gradient).view(-1)
 
     def put(self, values: torch.Tensor) -> None:
         """Let the summed gradient be these values, shape (rows here x width,).
@@ -275,10 +275,10 @@ class Table:
         state["step"] = state["step"] + 1
         gradient = self.gradient.to(self.rows.place, dtype)
         gradient = -gradient if options.get("maximize") else gradient
-        number, known = int(state["step"]), {**chosen.defaults, **options}
+        number, settings = int(state["step"]), {**chosen.defaults, **options}
 
         def change(copies: list[torch.Tensor]) -> None:
-            chosen.update(copies[0], gradient, copies[1:], number, known)
+            chosen.update(copies[0], gradient, copies[1:], number, settings)
 
         self.rows.change(self.ids, change)
 
@@ -286,28 +286,28 @@ class Table:
         """Use the optimizer's states of these rows as planes; make those that are missing."""
         tier, dtype, planes = self.flat.optimizer_tier, self.flat.master.dtype, self.rows.planes[:1]
         step = state.setdefault("step", torch.tensor(0.0))
-        for key in [key for key in state if key not in ("step", *(one.key for one in states))]:
+        for key in [key for key in state if key not in ("step", *(row_state.key for row_state in states))]:
             del state[key]  # torch's Adagrad makes its own when it is built
-        for one in states:
-            shape = (self.rows_here, 1 if one.per_row else self.width)
-            present = state.get(one.key, torch.empty(0))
+        for row_state in states:
+            shape = (self.rows_here, 1 if row_state.per_row else self.width)
+            present = state.get(row_state.key, torch.empty(0))
             fits = present.numel() == shape[0] * shape[1]
             if int(step) and not fits:
                 raise ValueError(
-                    f"{one.key} of {self.name} is missing, or of another update than before; keep the optimizer of "
-                    "tables, or load the checkpoint with load_optimizer_states=False"
+                    f"{row_state.key} of {self.name} is missing, or of another update than before; keep the optimizer "
+                    "of tables, or load the checkpoint with load_optimizer_states=False"
                 )
-            known = any(fits and present.data_ptr() == plane.data_ptr() for plane in self.rows.planes[1:])
-            if not fits or (not known and tier is Tier.NVME):  # a checkpoint is read into memory
+            is_plane = any(fits and present.data_ptr() == plane.data_ptr() for plane in self.rows.planes[1:])
+            if not fits or (not is_plane and tier is Tier.NVME):  # a checkpoint is read into memory
                 plane = plane_on(tier, shape, dtype, self.mesh.device, self._folder)
-                initial = options.get(one.initial, 0.0) if one.initial else 0.0
+                initial = options.get(row_state.initial, 0.0) if row_state.initial else 0.0
                 if fits:
                     plane.copy_(present.view(shape))
                 elif initial:
                     plane.fill_(initial)
-                state[one.key] = plane.view(-1)
-            planes.append(state[one.key].view(shape))
-        if [one.data_ptr() for one in planes] != [one.data_ptr() for one in self.rows.planes]:
+                state[row_state.key] = plane.view(-1)
+            planes.append(state[row_state.key].view(shape))
+        if [plane.data_ptr() for plane in planes] != [plane.data_ptr() for plane in self.rows.planes]:
             self.rows.settle(forget=True)
             self.rows.replace(planes)
 

@@ -124,22 +124,22 @@ class Tables:
             return
         group, rank = self._mesh.shard, self._mesh.shard.rank
         with span("reduce", "tables"):
-            own = [table.local() for table in tables]
+            local_sums = [table.local() for table in tables]
             requests = [
                 RowRequest(table.name, place, ids, table.per_rank)
-                for place, (table, (ids, _)) in enumerate(zip(tables, own, strict=True))
+                for place, (table, (ids, _)) in enumerate(zip(tables, local_sums, strict=True))
             ]
             route = ask(group, ROWS_TAG, requests, len(tables))
             sent, received = route.sent, route.received
-            dtype = own[0][1].dtype
-            for _, gradient in own:
+            dtype = local_sums[0][1].dtype
+            for _, gradient in local_sums:
                 dtype = torch.promote_types(dtype, gradient.dtype)
             # One message to each rank, for all tables.
             split = [
                 gradient.to(dtype).split([sent[peer][index] for peer in range(group.size)])
-                for index, (_, gradient) in enumerate(own)
+                for index, (_, gradient) in enumerate(local_sums)
             ]
-            sends = {peer: torch.cat([one[peer].reshape(-1) for one in split]) for peer in range(group.size)}
+            sends = {peer: torch.cat([by_peer[peer].reshape(-1) for by_peer in split]) for peer in range(group.size)}
             widths = [table.width for table in tables]
             sizes = {
                 peer: [count * width for count, width in zip(received[peer], widths, strict=True)]
@@ -226,9 +226,9 @@ class Tables:
         self.lookups.finish()
         try:
             for table in tables:
-                whole = assemble(table.flat)
+                weight = assemble(table.flat)
                 self._guards[table].switch(Presence.LOADED)
-                table.flat.unbind(0, whole)
+                table.flat.unbind(0, weight)
             yield
         finally:
             for table in tables:
