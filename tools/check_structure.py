@@ -62,7 +62,7 @@ EMPTY_NAMES = ("found", "one", "own", "made", "given", "held", "kept", "known", 
 
 MOST = {
     "writes to attributes of objects that the function has not made": 34,
-    "names that do not say what they hold": 1004,
+    "names that do not say what they hold": 21,
     "names of files that recur": 0,
 }
 """What is counted in the whole package. A number may shrink and never grow."""
