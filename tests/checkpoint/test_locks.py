@@ -23,7 +23,7 @@ from zeromesh.comm.environment import shutdown
 HOLD = """
 import sys, time
 from pathlib import Path
-from zeromesh.tiers.lock import locked
+from zeromesh.base.lock import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

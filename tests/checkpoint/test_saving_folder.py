@@ -165,7 +165,6 @@ def test_the_newest_checkpoint_is_that_of_the_last_step_whatever_the_clock_says(
     assert folders.latest(tmp_path) == "global_step10"
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").symlink_to(tmp_path)
-    assert [*RunFolder(tmp_path / "run").tags()] == [3, 4, 9, 10]
     assert RunFolder(tmp_path / "run").last_checkpoint == "global_step10"
     shutil.rmtree(tmp_path / "run")
     assert [*folders.tags_by_step(tmp_path)] == ["global_step3", "global_step4", "global_step9", "global_step10"]

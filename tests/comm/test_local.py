@@ -312,7 +312,7 @@ def apart(rank_of_other_machine: int) -> tuple[bool, float]:
             transport(required=True)
         tensor = torch.full((5,), rank + 1.0)
         mesh.shard.all_reduce(tensor, 1)
-        return mesh.shard._local is not None, tensor.sum().item()
+        return mesh.shard._carrier is not None, tensor.sum().item()
     finally:
         local._place = before
         local._made.pop(dist.group.WORLD, None)
@@ -324,8 +324,8 @@ def test_ranks_of_other_machines_are_reached_by_the_backend() -> None:
 
 @on_ranks(2)
 def test_the_setting_turns_it_off() -> None:
-    assert Mesh({"data": 2}, CPU, Links(local=False)).shard._local is None
-    assert Mesh({"data": 2}, CPU, Links(local=True)).shard._local is not None
+    assert Mesh({"data": 2}, CPU, Links(local=False)).shard._carrier is None
+    assert Mesh({"data": 2}, CPU, Links(local=True)).shard._carrier is not None
 
 
 @on_ranks(2)

@@ -31,7 +31,7 @@ for name in names:
         importlib.import_module(name)
 print(len(names), "modules")
 
-from zeromesh.cli.main import app
+from zeromesh.apps.cli.main import app
 def call(*arguments):
     result = typer.testing.CliRunner().invoke(app, arguments, catch_exceptions=False)
     print(result.exit_code, result.output)

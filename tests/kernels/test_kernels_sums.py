@@ -142,7 +142,7 @@ def sources(folder: Path) -> Path:
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
-    shutil.copytree(ROOT / "zeromesh" / "kernels", folder / "zeromesh" / "kernels", ignore=ignored)
+    shutil.copytree(ROOT / "zeromesh" / "base" / "kernels", folder / "zeromesh" / "base" / "kernels", ignore=ignored)
     shutil.copy(ROOT / "zeromesh" / "__init__.py", folder / "zeromesh")
     return folder
 
@@ -162,7 +162,7 @@ def test_the_sources_are_distributed(tmp_path: Path) -> None:
     (archive,) = (tmp_path / "dist").glob("*.tar.gz")
     with tarfile.open(archive) as opened:
         names = {Path(name).name for name in opened.getnames()}
-    assert names >= {"setup.py", *(path.name for path in (ROOT / "zeromesh" / "kernels").glob("*.[ch]"))}
+    assert names >= {"setup.py", *(path.name for path in (ROOT / "zeromesh" / "base" / "kernels").glob("*.[ch]"))}
 
 
 @pytest.mark.full
@@ -172,11 +172,11 @@ def test_wheels_and_editable_installs_have_the_library(tmp_path: Path) -> None:
         pytest.skip("no C compiler")
     folder = sources(tmp_path)
     setup(folder, "build")
-    (library,) = folder.glob("build/lib*/zeromesh/kernels/_native*")
+    (library,) = folder.glob("build/lib*/zeromesh/base/kernels/_native*")
     setup(folder, "build_ext", "--inplace")  # as an editable installation does
-    assert [path.name for path in (folder / "zeromesh" / "kernels").glob("_native*")] == [library.name]
+    assert [path.name for path in (folder / "zeromesh" / "base" / "kernels").glob("_native*")] == [library.name]
     ignored = subprocess.run(
-        ["git", "check-ignore", "--quiet", f"zeromesh/kernels/{library.name}"], cwd=ROOT, check=False
+        ["git", "check-ignore", "--quiet", f"zeromesh/base/kernels/{library.name}"], cwd=ROOT, check=False
     )
     assert ignored.returncode == 0 or not (ROOT / ".git").exists()
 

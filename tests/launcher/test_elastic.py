@@ -86,7 +86,7 @@ def test_ranks_that_are_killed_at_any_moment_lose_one_step_with_copies_in_memory
 FAULTY_TRAIN = """
 import os, pathlib, signal, sys
 import zeromesh.apps.train.loop as loop
-from zeromesh.cli.main import main
+from zeromesh.apps.cli.main import main
 mark = pathlib.Path(sys.argv.pop(1))
 step = loop.Loop._step
 def faulty(self, batches):

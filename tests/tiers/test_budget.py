@@ -19,8 +19,8 @@ SCRIPT = '''
 import json, mmap, resource, sys
 sys.path[:0] = {tests!r}
 import torch
-from zeromesh.model.placement import Tier
-from zeromesh.tiers import memory
+from zeromesh.base.placement import Tier
+from zeromesh.shard.store import memory
 
 torch.set_num_threads(1)
 budget, zero = int(sys.argv[1]), json.loads(sys.argv[2])

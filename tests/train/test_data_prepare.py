@@ -111,8 +111,8 @@ from pathlib import Path
 import zeromesh.apps.train.data.encode as encode
 import zeromesh.apps.train.data.text_formats as formats
 from zeromesh.config.train import TextData
-from zeromesh.train.data.indexed import IndexedWriter
-from zeromesh.train.data.prepare import prepare
+from zeromesh.apps.train.data.indexed import IndexedWriter
+from zeromesh.apps.train.data.prepare_text import prepare
 
 if __name__ == "__main__":
     formats.PIECE_BYTES, encode.TASK_BYTES = 50_000, 100_000

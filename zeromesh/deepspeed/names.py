@@ -138,7 +138,7 @@ SAME = {
 """Modules that are another one of the table."""
 
 REST = {
-    "comm": f"{OWN}.collectives",
+    "comm": f"{OWN}.comm_names",
     "ops.op_builder": f"{OWN}.op_builder",
     "utils.groups": f"{OWN}.process_groups",
 }

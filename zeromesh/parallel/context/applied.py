@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zeromesh.base.worker import started_by_code
 from zeromesh.comm.collectives import Group
 from zeromesh.parallel.context import spread_batch as batch
 from zeromesh.parallel.context.spread_attention import attend
@@ -80,8 +79,6 @@ class SpreadSequences:
         return out
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        if started_by_code.get():
-            raise refuse("attention", "it is called in a thread that the model's code has started", "call it in order")
         self._attentions += 1
         return attend(self.strategy, q, k, v, self.group, self.tag, scale)
 

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from zeromesh.base.split import Split
 from zeromesh.base.substitution import of_library
-from zeromesh.base.worker import follow_threads
+from zeromesh.parallel.follow import split_views as split_views  # which registers rules
 from zeromesh.parallel.follow.imitation import files_of
 from zeromesh.parallel.follow.split_activation import (
     Sealed,
@@ -84,7 +84,6 @@ def join_parts(
     layers = [member.name for member in resolved.members if member.style.after == "part"]
     if not layers:
         return
-    follow_threads()
     guard_functions({type(module) for module in modules.values() if not of_library(module)})
     # Code outside of a pipeline's blocks hands its values to several stages.
     outside = [name for name in layers if blocks and not any(f"{name}.".startswith(f"{block}.") for block in blocks)]

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import wraps
+from threading import get_ident
 from types import FrameType
 from typing import Any
 
@@ -18,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from zeromesh.base.containers import map_tensors, tensors_of
 from zeromesh.base.in_place import version, writes
-from zeromesh.base.worker import started_by_code
 from zeromesh.comm.collectives import Group
 from zeromesh.parallel.follow.imitation import OURS, TORCH
 from zeromesh.parallel.tensor.operators import move
@@ -84,9 +84,6 @@ class TensorAxis(Axis):
         self._streams, self._layer = streams, layer
 
     def _move(self, x: Tensor, name: str, dim: int = 0) -> Tensor:
-        if started_by_code.get():
-            why = "a thread that a block's code has started needs parts of other ranks, in any order"
-            raise NeedsWhole(why, frozenset([self._layer]))
         if x.ndim == 0:
             return move(x.reshape(1), name, self.group, self.tag).reshape(())
         return move(x, name, self.group, self.tag, dim)
@@ -139,12 +136,13 @@ class Sealed(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._refused: NeedsWhole | None = None  # also in threads that have begun in the context
+        self._refused: NeedsWhole | None = None
 
     def __enter__(self) -> Sealed:
         """Begin, unless it is in force already."""
         if not any(isinstance(mode, Sealed) for mode in _get_current_dispatch_mode_stack()):
             super().__enter__()  # type: ignore[no-untyped-call]
+            _sealed[get_ident()] = self
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -152,6 +150,7 @@ class Sealed(TorchDispatchMode):
         if not any(mode is self for mode in _get_current_dispatch_mode_stack()):
             return
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        del _sealed[get_ident()]
         if self._refused is not None and error is not self._refused:
             raise self._refused from error
 
@@ -165,9 +164,17 @@ class Sealed(TorchDispatchMode):
                     try:
                         _refuse(f"code outside of Python, which calls {func},", [*leaks])
                     except NeedsWhole as error:
-                        self._refused = self._refused or error
+                        self.note(error)
                         raise
         return func(*args, **(kwargs or {}))
+
+    def note(self, error: NeedsWhole) -> None:
+        """Keep what was refused, to be raised at the end of the block."""
+        self._refused = self._refused or error
+
+
+_sealed: dict[int, Sealed] = {}
+"""Thread -> the context that is in force there."""
 
 
 def _is_by_rule(frame: FrameType | None) -> bool:
@@ -189,6 +196,7 @@ class SplitActivation(Tensor):
 
     split_dim: SplitDim
     axis: Axis
+    thread: int
 
     @classmethod
     def __torch_function__(
@@ -198,6 +206,7 @@ class SplitActivation(Tensor):
         more = dict(kwargs or {})
         # In this context functions compute on the parts as on any tensor.
         with torch._C.DisableTorchFunctionSubclass():
+            _require_one_thread(func, args)
             if not torch.is_grad_enabled():
                 _require_plain_code(tensors_of((args, more)))
             if GatheredView in types:
@@ -216,8 +225,8 @@ class SplitActivation(Tensor):
             return _on_whole(func, args, more)
 
     def stand_for(self, split_dim: SplitDim, axis: Axis) -> None:
-        """Answer as the whole of which this is a part."""
-        self.split_dim, self.axis = split_dim, axis
+        """Answer as the whole of which this is a part, in this thread."""
+        self.split_dim, self.axis, self.thread = split_dim, axis, get_ident()
 
     def gathered(self) -> Tensor:
         """Return the whole."""
@@ -315,6 +324,19 @@ def _refuse(func: Any, values: list[Tensor]) -> None:
     sources = frozenset[str]().union(*(x.split_dim.sources for x in parts))
     name = getattr(func, "__name__", func)
     raise NeedsWhole(f"{name} was given an activation of which each rank has a part", sources)
+
+
+def _require_one_thread(func: Any, args: tuple[Any, ...]) -> None:
+    """Refuse parts in a thread that the block's code has started: its messages would come in any order."""
+    parts = [x for x in args if isinstance(x, SplitActivation)]
+    # Autograd has threads of its own, whose order is that of the backward.
+    if parts and any(x.thread != get_ident() for x in parts) and torch._C._current_graph_task_id() == -1:
+        sources = frozenset[str]().union(*(x.split_dim.sources for x in parts))
+        name = getattr(func, "__name__", func)
+        error = NeedsWhole(f"{name} was given, in another thread, an activation of which each rank has a part", sources)
+        for thread in {x.thread for x in parts} & _sealed.keys():
+            _sealed[thread].note(error)  # a thread's own error ends the thread, and not the block
+        raise error
 
 
 def refusing(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zeromesh.base.containers import map_tensors
+from zeromesh.parallel.follow import split_products as split_products  # which registers rules
 from zeromesh.parallel.follow.split_activation import Axis, SplitActivation, SplitDim, part_of, whole_shape
 from zeromesh.parallel.follow.split_rules import Args, Kwargs, as_parts, beside, is_split, rule, same_dim
 

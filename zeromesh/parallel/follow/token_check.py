@@ -23,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 
 from zeromesh.base.containers import map_tensors, tensors_of
 from zeromesh.base.substitution import of_library
-from zeromesh.base.worker import follow_threads
 from zeromesh.parallel.follow.backwards import Hooks, hooks_of
 from zeromesh.parallel.follow.imitation import dry, dtype_of, imitated, limited, on_meta, seed_all
 from zeromesh.parallel.follow.split_activation import SplitActivation
@@ -70,7 +69,6 @@ class TokenCheck:
         self._outside = 0  # how many of these run at present
         self._graphs = 0
         self._applied = ExitStack()
-        follow_threads()
         odd = next((name for name, module in model.named_modules() if "forward" in vars(module)), None)
         try:
             if odd is not None:

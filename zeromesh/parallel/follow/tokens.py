@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from zeromesh.base.containers import map_tensors, tensors_of
 from zeromesh.base.in_place import version, writes, written
+from zeromesh.parallel.follow import split_views as split_views  # which registers rules
 from zeromesh.parallel.follow.backwards import Backwards, Hooks, OfSum
 from zeromesh.parallel.follow.imitation import META, OURS, TORCH, WithoutMemory
 from zeromesh.parallel.follow.split_activation import Axis, NeedsWhole, SplitActivation, SplitDim

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zeromesh.parallel.follow import split_views as split_views  # which registers rules
 from zeromesh.parallel.follow.imitation import WithoutMemory, dry, dtype_of, imitated, is_odd, limited, seed_all
 from zeromesh.parallel.follow.samples import ModelInput, guesses_of, samples_of
 from zeromesh.parallel.follow.split_activation import Axis, NeedsWhole, SplitActivation, SplitDim, part_of, whole
