@@ -14,7 +14,7 @@ import torch.distributed as dist
 from zeromesh.base.words import counted
 from zeromesh.comm import local, trust, watchdog
 from zeromesh.comm.calls import compare_calls
-from zeromesh.comm.collectives import Group, Pending, backend_for
+from zeromesh.comm.collectives import Group, backend_for
 from zeromesh.comm.message_formats import Format
 from zeromesh.comm.mpi import backend as mpi
 from zeromesh.comm.traffic import Traffic
@@ -152,10 +152,6 @@ class Mesh:
         """Compare from now on the collectives that the program calls itself, over all ranks of their groups."""
         if self.world_size > 1:
             compare_calls(self.store, self._watchdog, watchdog.PATIENCE)
-
-    def pending(self, what: str, work: Any) -> Pending:
-        """Return a handle of what comes otherwise than by a collective; ``work.wait()`` waits for it."""
-        return Pending(what, [work], watchdog=self._watchdog)
 
     @property
     def waited(self) -> float | None:

@@ -8,7 +8,6 @@ from functools import cached_property
 
 import torch
 
-from zeromesh.base.dtypes import SIXTEEN_BIT
 from zeromesh.base.split import Held, HeldBox
 
 ALIGNMENT = 64  # bytes. The widest vector registers and a cache line; CUDA's matrix kernels need 16.
@@ -61,19 +60,6 @@ class Layout:
             segments.append(Segment(name, shape, position, position + shape.numel(), held_part))
             position = round_up(position + shape.numel(), align)
         return cls(dtype, trainable, tuple(segments), shards, padded(max(position, 1), dtype.itemsize, shards))
-
-    def master_dtype(self, mixed: bool) -> torch.dtype:
-        """Return the dtype of the master; ``mixed`` if that of 16-bit parameters is in fp32."""
-        return torch.float32 if mixed and self.trainable and self.dtype in SIXTEEN_BIT else self.dtype
-
-    def full_in(self, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
-        """Return the flat buffer that begins with this byte of a storage."""
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, offset // self.dtype.itemsize, (self.size,), (1,))
-
-    def views_of(self, full: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the parameters that lie in a flat buffer."""
-        return tuple(full[s.start : s.stop].view(s.shape) for s in self.segments)
 
     @property
     def shard_size(self) -> int:

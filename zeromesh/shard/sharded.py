@@ -30,7 +30,6 @@ from zeromesh.shard.parameters.flat import Flat, Materialise
 from zeromesh.shard.parameters.flat_exchange import join
 from zeromesh.shard.parameters.model_buffers import ModelBuffers
 from zeromesh.shard.parameters.narrow import share_scales
-from zeromesh.shard.parameters.one_sided import OneSided
 from zeromesh.shard.parameters.residency import Residency
 from zeromesh.shard.parameters.slots import Pool, largest
 from zeromesh.shard.parameters.unit import State, Unit
@@ -113,13 +112,9 @@ class ShardedModel:
         self._guards: dict[Unit, Guard] = {}
         read_ahead = None if self.stored is None else self.stored.read_ahead
         self.residency = Residency(self.root, rest, self.pool, self.root_pool, mesh, self._switch, read_ahead)
-        self.one_sided = None
-        if self.sharded and mesh.shard.size > 1 and self.stored is None:  # one thread alone knows what is on its way
-            self.one_sided = OneSided(self.units, mesh, lambda: self._order.place)
         self.events = Events(
-            self.units, self._order, self.residency, self.reducer, self.accumulation, self.tables.lookups.finish, mesh,
-            self.one_sided,
-        )  # fmt: skip
+            self.units, self._order, self.residency, self.reducer, mesh, self.accumulation, self.tables.lookups.finish
+        )
         self.tables.place(materialise, mixed, self.events.backward.gradient_arrived, self.store.recall)
         settle = self.events.backward.drop_failed
         self.grads = Grads(of_units, self.names, self.reducer, self.accumulation, mesh, settle, self.early)
@@ -216,7 +211,6 @@ class ShardedModel:
 
     def complete(self, notes: Sequence[float]) -> Agreement:
         """Finish the reductions at the accumulation boundary, and exchange notes. Collective."""
-        self._order.advance()
         self.reducer.complete()
         while True:
             late, flags = late_of(self.reducer), self._flags()
@@ -343,8 +337,6 @@ class ShardedModel:
         self.reducer.reset()
         for flat in self.flats:
             flat.unset_gradients()
-        if self.one_sided is not None:
-            self.one_sided.mark()
 
     # Whole tensors, for those who look at or change single parameters.
 
@@ -413,8 +405,6 @@ class ShardedModel:
 
     def close(self) -> None:
         """Drain what is under way and take the hooks off."""
-        if self.one_sided is not None:
-            self.one_sided.close()
         self.early.spoil()
         self.reducer.finish()
         self._finish_fetches()

@@ -274,7 +274,6 @@ class Backward:
             if unit not in self._begun:
                 self._begun.append(unit)
             self._reduced.discard(unit)
-        self._order.advance()
         if unit.flats:
             # An embedding's backward needs indices only, and is not worth a fetch; the root is in memory anyway.
             needed = unit is self._root or unit.index in self._order.fetched([unit.index])

@@ -16,18 +16,19 @@ from zeromesh.shard.gradients.backward import Backward
 from zeromesh.shard.gradients.reducer import Reducer
 from zeromesh.shard.parameters.absent_guard import AbsentError
 from zeromesh.shard.parameters.hooks import Call, Hook, SavedTensors, computing_backward
-from zeromesh.shard.parameters.one_sided import OneSided
 from zeromesh.shard.parameters.residency import Residency
 from zeromesh.shard.parameters.unit import State, Unit
 from zeromesh.shard.parameters.use_order import Order
+
+MOST_LENT = 8  # units that are left in memory as one that comes after them is used; all might be the model
 
 
 class Events:
     """Listens to the units' forwards and has their parameters fetched."""
 
     def __init__(
-        self, units: Sequence[Unit], order: Order, residency: Residency, reducer: Reducer,
-        accumulation: Accumulation, finish: Callable[[], None], mesh: Mesh, one_sided: OneSided | None,
+        self, units: Sequence[Unit], order: Order, residency: Residency, reducer: Reducer, mesh: Mesh,
+        accumulation: Accumulation, finish: Callable[[], None],
     ) -> None:  # fmt: skip
         self.order = order
         # Ends waiting lookups: every rank reaches a unit, but not every rank uses an output.
@@ -40,7 +41,6 @@ class Events:
         self._inside = {unit: frozenset(u.index for u in units if unit in u.ancestors) for unit in units}
         self._residency = residency
         self._mesh = mesh
-        self._one_sided = one_sided
         self._entered: list[Unit] = []
         self._depth = 0
         self._gathering = 0
@@ -64,7 +64,7 @@ class Events:
                 inputs = {id(tensor) for tensor in tensors_of((args, kwargs))}
                 # A hook on a leaf would stay for ever, and below a leaf there is nothing of the unit's backward.
                 new = [t for t in outputs if t.requires_grad and not t.is_leaf and id(t) not in inputs]
-                if new and unit not in self._residency.lending:
+                if new:
                     call = Call(unit, self.backward.latest if computing_backward() else self.order.current)
                     self.backward.listen(call, new)
             self.forward_ends(unit, call is not None)
@@ -84,14 +84,11 @@ class Events:
             self.begin()
         elif computing_backward():
             self.backward.recomputes(unit)
-        elif self._is_shared(unit, foreseen=self.order.foresees(unit.index, again=unit.sharded)):
-            if unit.flats:
+        else:
+            if unit.flats and unit not in self._residency.lending:
                 self._join(self.order.use(unit.index))
             self.order.begin_inside(self._inside[unit])
-        if unit in self._residency.lending:
-            self._residency.open(unit)
-        else:
-            self._residency.enter(unit)
+        self._residency.enter(unit)
 
     def forward_ends(self, unit: Unit, has_graph: bool) -> None:
         """Hook: the unit's parameters may go."""
@@ -102,12 +99,9 @@ class Events:
         if unit is self._root:
             self.end()
         elif not computing_backward():
-            if unit not in self._residency.lending:
-                self._join(self.order.end_inside(self._inside[unit]))
-                if unit.flats:
-                    self.order.done(unit.index, has_graph if torch.is_grad_enabled() else None)
-            if self._residency.lending and not (self._depth or self._entered):
-                self._end_alone()
+            self._join(self.order.end_inside(self._inside[unit]))
+            if unit.flats and unit not in self._residency.lending:
+                self.order.done(unit.index, has_graph if torch.is_grad_enabled() else None)
         # Last: a unit that was skipped inside of this one is fetched while this one is pinned, as on the other ranks.
         self._residency.leave(unit)
 
@@ -153,17 +147,17 @@ class Events:
         if not computing_backward():
             self._residency.take_back()
             self._join(self.order.end_pass(forward))
-            if self._one_sided is not None:
-                self._one_sided.mark(forwards=1)
 
-    def _join(self, skipped: Sequence[int]) -> None:
-        """Take part in the fetches of units that this rank skipped and others may use."""
+    def _join(self, skipped: Sequence[int], lent: Sequence[int] = ()) -> None:
+        """Take part in the fetches of units that this rank skipped and others may use; it may use those ``lent``."""
         open_units: list[Unit] = []
         for unit in (self._units[index] for index in skipped):
             while open_units and open_units[-1] not in unit.ancestors:
                 self.order.done(open_units.pop().index)
             open_units.append(unit)
             self._residency.enter(unit)
+            if unit.index in lent:
+                self._residency.lending.add(unit)
             self._residency.leave(unit)
         for unit in reversed(open_units):
             self.order.done(unit.index)
@@ -194,7 +188,6 @@ class Events:
     def gathered(self, units: Sequence[Unit]) -> Iterator[None]:
         """Gather the units' parameters on every rank in this context. All ranks enter it in the same order."""
         self._gathering += 1
-        self.order.advance()
         self._residency.plan([])
         for unit in units:
             self._residency.enter(unit)
@@ -233,49 +226,22 @@ class Events:
                 "ranks, a loss of weights too, and call the model, or its methods, through the engine: engine(...), "
                 "engine.generate(...)"
             )
-        if self._gathering or computing_backward() or (self._depth and unit is self._root):
-            self._residency.touch(unit)
-        elif self._is_shared(unit, foreseen=self.order.foresees(unit.index, again=False)):
-            if unit is self._root:
-                self._residency.touch(unit)
+        if self._depth and unit is not self._root and not computing_backward():
+            if self.order.has_seen(unit.index) and unit.state is not State.AT_REST:
+                # No message, and no step of the order: other ranks may not do it, and its gradient may be late.
+                self._residency.lend(unit)
                 return
-            # It is a use like a forward, at the same place of the order as another rank's forward.
-            self._join(self.order.use(unit.index, outside=True))
+            # It is a use like a forward, at the same place of the order as another rank's forward. What comes before it
+            # there may come after it here, without a message then.
+            skipped = self.order.use(unit.index, outside=True)
+            self._join(skipped, lent=skipped[-MOST_LENT:])
             self._residency.enter(unit)
-            self._residency.lend(unit)
+            self._residency.lending.add(unit)
             self._residency.leave(unit)
             self.order.done(unit.index)
-
-    def _is_shared(self, unit: Unit, foreseen: bool) -> bool:
-        """Return whether all ranks take part in a use of the unit; else have it in memory for this rank alone.
-
-        Args:
-            unit: any but the root in a forward of the model.
-            foreseen: the use is in the order, as no other use of the unit is that may be of this rank alone.
-        """
-        if unit in self._residency.lending:
-            return False
-        alone = not self._depth or any(other in self._residency.lending for other in self._entered)
-        if self._gathering or (foreseen and not alone) or (unit.sharded and self._one_sided is None):
-            return True
-        resting = unit.sharded and unit.state is State.AT_REST
-        if resting and self._one_sided is not None and self._one_sided.is_shared(unit):
-            self.order.advance()
-            return True
-        # No step of the order, and no message of the others where they do not use it: its gradient may be late.
-        self._residency.lend(unit, self._one_sided.read(unit) if resting and self._one_sided is not None else None)
-        if self._depth:
-            self.order.meet(unit.index)
-        elif unit.sharded and torch.is_grad_enabled() and not self.saved.entered:
-            self.saved.enter()
-        return False
-
-    def _end_alone(self) -> None:
-        """A module has been called outside of the model, by this rank alone."""
-        if self.saved.entered:
-            self.saved.leave()
-        self._residency.take_back()
+        else:
+            self._residency.touch(unit)
 
     def _stays(self, unit: Unit) -> bool:
         """Return whether autograd keeps what it saves of a unit: no rank could fetch it by itself in the backward."""
-        return unit in self._residency.lending
+        return unit in self._residency.lending and unit not in self._entered

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from zeromesh.base.dtypes import SIXTEEN_BIT
 from zeromesh.base.kernels import halves
 from zeromesh.base.piece import Piece
 from zeromesh.base.placement import Placement, PlacementRow, Tier
@@ -110,11 +111,6 @@ class Flat:
     def shard(self) -> torch.Tensor:
         """This rank's parameters at rest, after any copy to or from them; see ``settle``."""
         self.settle()
-        return self._shard
-
-    @property
-    def at_rest(self) -> torch.Tensor:
-        """The same for any thread, which waits for copies by itself."""
         return self._shard
 
     def bind_shard(self, shard: torch.Tensor) -> None:
@@ -228,7 +224,7 @@ class Flat:
         self.store = store
         self.keeps_states, self.splits = store.form(self)
         layout, sharded = self.layout, row.parameter is Placement.SHARDED
-        dtype, elements = layout.master_dtype(mixed), self.own.stop - self.own.start
+        dtype, elements = self.master_dtype(mixed), self.own.stop - self.own.start
         if not sharded:
             self._shard = self.full[self.own]
         elif self.parameter_tier is Tier.NVME:
@@ -275,10 +271,18 @@ class Flat:
             piece = Piece(segment.name, segment.held, start, start + here, nn.Parameter(master[local]), by_row=True)
             self.pieces = ((0, local, piece),)
 
+    def master_dtype(self, mixed: bool) -> torch.dtype:
+        """Return the dtype of the master; ``mixed`` as for ``fill``."""
+        return (
+            torch.float32 if mixed and self.layout.trainable and self.layout.dtype in SIXTEEN_BIT else self.layout.dtype
+        )
+
     def bind(self, storage: torch.UntypedStorage, offset: int) -> None:
         """Lay ``full`` and the views of it into a storage, which has memory, from this byte on."""
-        self.full = self.layout.full_in(storage, offset)
-        self.views = self.layout.views_of(self.full)
+        layout = self.layout
+        empty = torch.empty(0, dtype=layout.dtype, device=storage.device)
+        self.full = empty.set_(storage, offset // layout.dtype.itemsize, (layout.size,), (1,))
+        self.views = tuple(self.full[s.start : s.stop].view(s.shape) for s in layout.segments)
 
     def watch(self) -> None:
         """Notice what others do to the parameters from here on."""

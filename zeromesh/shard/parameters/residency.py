@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-import torch
-
 from zeromesh.base.spans import span
 from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.parameters.slots import Pool, Slot
@@ -55,7 +53,8 @@ class Residency:
     def enter(self, unit: Unit) -> None:
         """The unit's forward begins: it is needed now and stays until ``leave``."""
         self.active.append(unit)
-        self._load(unit)
+        if unit not in self.lending:
+            self._load(unit)
 
     def open(self, unit: Unit) -> None:
         """The unit's parameters may be used: it is fetched when the first is, and stays until ``leave``."""
@@ -69,11 +68,9 @@ class Residency:
             self.active.append(unit)
         self._load(unit)
 
-    def lend(self, unit: Unit, storage: torch.UntypedStorage | None = None) -> None:
-        """Let this rank use the unit, however long it stays in memory: where it is, or in a storage of its own."""
-        if storage is not None:
-            unit.borrow(storage)
-        elif unit.state is State.FETCHING:
+    def lend(self, unit: Unit) -> None:
+        """Let this rank use the unit, which is in memory or on its way, however long it stays there; no messages."""
+        if unit.state is State.FETCHING:
             unit.finish_fetch()
         self._on_change(unit, True)
         self.lending.add(unit)
@@ -83,8 +80,7 @@ class Residency:
         units = [*(self.lending if units is None else units)]
         self.lending.difference_update(units)
         for unit in units:
-            if unit.lent is not None:
-                unit.take_back()
+            unit.take_back()
             if unit.state is State.AT_REST:
                 self._on_change(unit, False)
             else:

@@ -160,34 +160,19 @@ class Unit:
                 flat.write_back(self._link)
         # A view of an empty storage would be a segmentation fault on a CPU, and silently wrong once it is refilled. So
         # the memory is left to those who hold views, and new memory goes into the slot.
-        lent = self.lent or self.storage
+        if lends and self.lent is None:
+            self.lent, self._lent_views = self.storage, [flat.views for flat in self.flats]
         if lends or self._count_references() > self._references:
             self._bind(allocate(self.slot.nbytes, self.storage.device))
         detach(self.storage, self.slot)
         slot, self.slot, self.state = self.slot, None, State.AT_REST
-        if lends:
-            self.borrow(lent)
-            for flat, indices in zip(self.flats, exposed, strict=True):
-                flat.exposed.update(indices)  # whoever has asked for the data of a parameter may yet write to it
-        return slot
-
-    def fulls(self, storage: torch.UntypedStorage) -> list[torch.Tensor]:
-        """Return the parameters of each flat buffer as they lie in a storage, 1-D."""
-        places = zip(self.flats, self._offsets, strict=True)
-        return [flat.layout.full_in(storage, offset) for flat, offset in places]
-
-    def borrow(self, storage: torch.UntypedStorage) -> None:
-        """Let the parameters lie in this storage, which has their values, until ``take_back``."""
-        self.lent = storage
-        self._lent_views = [
-            flat.layout.views_of(full) for flat, full in zip(self.flats, self.fulls(storage), strict=True)
-        ]
-        for flat, views in zip(self.flats, self._lent_views, strict=True):
+        for flat, views, indices in zip(self.flats, self._lent_views, exposed, strict=lends):
             for index, view in enumerate(views):
                 flat.unbind(index, view)
-            if not flat.layout.trainable:  # nobody notes who asks for their data
-                flat.exposed.update(range(len(views)))
+            # Whoever has asked for the data of a parameter may yet write to it; of a frozen one nobody notes that.
+            flat.exposed.update(indices if flat.layout.trainable else range(len(views)))
             flat.watch()
+        return slot
 
     def take_back(self) -> None:
         """Let the parameters lie in the unit's own storage again, with what others wrote to them meanwhile."""

@@ -95,9 +95,6 @@ class Order:
         self._before = self.current
         self._passes = 1
         self._seen: set[int] = set()  # in the forward that runs
-        self._used: set[int] = set()  # of them, those that this rank did not skip
-        # Of the last event that all ranks take part in: updates before it, and its number since then.
-        self.place = (0, 0)
         self._places: dict[int, int] = {}  # of first uses since the last agreement; less by `FAR` where skipped
         self._observed: dict[int, Need] = {}  # since the last agreement
 
@@ -116,27 +113,15 @@ class Order:
 
     def begin_pass(self, recorded: bool) -> None:
         """The model begins to compute; ``recorded`` if a backward may come."""
-        self.advance()
         self._seen.clear()
-        self._used.clear()
         self._recorded = recorded
         if recorded:
             self._before, self.current = self.current, Pass(self._passes)
             self._passes += 1
 
-    def foresees(self, index: int, again: bool) -> bool:
-        """Return whether a use of the unit is in the order: its place has not passed, or it is used ``again``."""
-        return index not in self._seen or (again and index in self._used)
-
-    def advance(self) -> None:
-        """Count an event that all ranks take part in."""
-        updates, events = self.place
-        self.place = updates, events + 1
-
-    def meet(self, index: int) -> None:
-        """A unit is used whose place has passed; there is no event, but the next order will have it here."""
-        if self._recorded and self._places.get(index, -1) < 0:
-            self._places[index] = len(self.current.begun)
+    def has_seen(self, index: int) -> bool:
+        """Return whether the forward that runs has used or passed the unit."""
+        return index in self._seen
 
     def use(self, index: int, outside: bool = False) -> list[int]:
         """A unit's forward begins, or it is used ``outside`` of that; returns what came before on other ranks only."""
@@ -154,7 +139,6 @@ class Order:
 
     def end_pass(self, forward: bool) -> list[int]:
         """The model has computed; the units that it did not use. Methods other than ``forward`` may use none at all."""
-        self.advance()
         if not (forward or self._seen):  # a method that used no unit is no pass whose backward may come
             self.current = self._before if self._recorded else self.current
             return []
@@ -163,7 +147,6 @@ class Order:
     def begin_inside(self, inside: Collection[int]) -> None:
         """Begin the forward of a unit that encloses these."""
         self._seen.difference_update(inside)
-        self._used.difference_update(inside)
 
     def end_inside(self, inside: Collection[int]) -> list[int]:
         """End the forward of a unit that encloses these; return those that it did not use."""
@@ -173,10 +156,7 @@ class Order:
         return rest
 
     def _note(self, index: int, used: bool) -> None:
-        self.advance()
         self._seen.add(index)
-        if used:
-            self._used.add(index)
         if not (self._recorded and self.is_present(index)):
             return
         if used:
@@ -211,7 +191,6 @@ class Order:
 
     def end_backward(self) -> None:
         """The forwards so far are done with."""
-        self.advance()
         self.last_forward = self.forward or self.last_forward
         self.forward = []
 
@@ -234,4 +213,3 @@ class Order:
                 self.needs[index] = Need(int(need))
         self._places.clear()
         self._observed.clear()
-        self.place = self.place[0] + 1, 0

@@ -60,8 +60,6 @@ class Aside:
         """Move all states back to where they were."""
         self._sharded.store.put_aside(None)
         self._bind(lambda value: value.detach().to(self._device, copy=True, non_blocking=non_blocking))
-        if self._sharded.one_sided is not None:
-            self._sharded.one_sided.mark(again=True)
         self._flats, self._states = [], []
 
     def _bind(self, moved: Callable[[torch.Tensor], torch.Tensor]) -> None:

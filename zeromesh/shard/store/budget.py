@@ -44,7 +44,7 @@ class MemoryBudget:
         form = StateForm(split=row.split)
         for flat in flats:
             layout, elements = flat.layout, flat.own.stop - flat.own.start
-            dtype = flat.layout.master_dtype(mixed)
+            dtype = flat.master_dtype(mixed)
             place = replace(row, parameter_tier=flat.parameter_tier, optimizer_tier=flat.optimizer_tier, split=False)
             widths = Widths(layout.dtype.itemsize, master=dtype.itemsize, states=0)
             sizes = unit_sizes(layout.shard_size, elements, 0, place, widths)
@@ -57,7 +57,7 @@ class MemoryBudget:
                 master += int(sizes.get(("optimizer", "host"), 0))
                 pieces = layout.owned(flat.own.start, flat.own.stop)  # states have no padding
                 per_state += sum(stop - start for _, start, stop in pieces) * dtype.itemsize
-        first = {flat: flat.layout.master_dtype(mixed) for flat in reversed(early)}
+        first = {flat: flat.master_dtype(mixed) for flat in reversed(early)}
         stored = [flat for flat in flats if flat.parameter_tier is Tier.NVME]
         return cls(files, parameter, gradient, master, per_state, first, stored, packed, form)
 

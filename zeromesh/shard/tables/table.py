@@ -99,7 +99,7 @@ class Table:
     def make_room(self, mixed: bool, folder: Path | None) -> None:
         """Make the memory of this rank's rows; ``mixed`` as for ``Flat.fill``, ``folder`` for files on NVMe."""
         tier, device, self._folder = self.flat.parameter_tier, self.mesh.device, folder
-        self._plane = plane_on(tier, (self.per_rank, self.width), self.flat.layout.master_dtype(mixed), device, folder)
+        self._plane = plane_on(tier, (self.per_rank, self.width), self.flat.master_dtype(mixed), device, folder)
 
     def place(
         self, materialise: Callable[[str, nn.Parameter], Source | None] | None, hot: int | None,
