@@ -152,8 +152,8 @@ GONE: dict[str, str] = {
 }
 """Keys of DeepSpeed, or of earlier versions, that are refused unless they are switched off, and what to do instead."""
 
-ON_IF_THERE = ("sparse_attention", "zero_optimization.zeropp_loco_param")
-"""Keys of ``GONE`` that any object switches on, since they have no switch inside."""
+ON_IF_THERE = ("sparse_attention", "zero_optimization.zeropp_loco_param", "run.roll_back")
+"""Keys of ``GONE`` that any object or number switches on, since they have no switch inside."""
 
 # mesh.expert stays: it is an axis of the mesh, whose sizes are multiplied.
 UNREAD = frozenset({*GONE, *WITHOUT_EFFECT, *NOT_YET}) - {"mesh.expert"}
@@ -241,7 +241,7 @@ def look_up(document: Mapping[str, Any], path: str) -> tuple[bool, Any]:
 
 def _switched_off(path: str, value: Any) -> bool:
     """Return whether a section is false or empty, or an object in which nothing is enabled at any depth."""
-    if path in ON_IF_THERE and isinstance(value, Mapping):
+    if path in ON_IF_THERE and isinstance(value, Mapping | int) and value is not False:
         return False
     if not isinstance(value, Mapping) or not value:
         return not value

@@ -88,7 +88,8 @@ def initialize(
         document,
         optimizer,
         model_parameters,
-        None if plateau is not None else lr_scheduler,
+        # With a section ``scheduler`` it is refused, as any other is.
+        None if plateau is not None and asked.settings.scheduler is None else lr_scheduler,
         training_data,
         collate_fn,
         None,

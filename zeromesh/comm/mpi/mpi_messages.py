@@ -129,7 +129,7 @@ class Runtime:
                 self.advance()
             elif (idle := idle + 1) > LINGER:
                 self._some.clear()
-                if not self._pending:  # else one was added just before
+                if not (self._pending or self._ended):  # else one was added, or this rank ends, just before
                     self._some.wait()
 
     def find_gone(self) -> set[int]:

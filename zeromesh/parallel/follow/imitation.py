@@ -192,6 +192,7 @@ def left_as_they_are(model: nn.Module) -> Iterator[None]:
     # Functions of other files that these use may keep tensors, too.
     used = {getattr(value, "__module__", None) for file in files for value in vars(file).values()}
     files |= {sys.modules[name] for name in used if name in sys.modules and name.partition(".")[0] != "torch"}
+    files |= _imported_by(files)
     restore = remembered(kinds, files)
     try:
         with _uncompiled():
@@ -246,11 +247,14 @@ def _uncompiled() -> Iterator[None]:
 def files_of(kinds: Collection[type]) -> set[ModuleType]:
     """Return the modules in which classes are written, and a user's modules that these have imported."""
     files = {sys.modules[name] for name in {kind.__module__ for kind in kinds} if name in sys.modules}
+    return files | _imported_by(files)
+
+
+def _imported_by(files: set[ModuleType]) -> set[ModuleType]:
+    """Return a user's modules that these have imported."""
     imported = {value for file in files for value in vars(file).values() if isinstance(value, ModuleType)}
     paths = {module: str(getattr(module, "__file__", None) or sys.base_prefix) for module in imported}
-    return files | {
-        m for m, path in paths.items() if "site-packages" not in path and not path.startswith(sys.base_prefix)
-    }
+    return {m for m, path in paths.items() if "site-packages" not in path and not path.startswith(sys.base_prefix)}
 
 
 def _identities(value: Any) -> Any:

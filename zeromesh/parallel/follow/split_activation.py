@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
@@ -136,7 +136,7 @@ class Sealed(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._refused: NeedsWhole | None = None
+        self.refused: NeedsWhole | None = None
 
     def __enter__(self) -> Sealed:
         """Begin, unless it is in force already."""
@@ -146,13 +146,13 @@ class Sealed(TorchDispatchMode):
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """End where it began. Raise what was refused, which code may have caught, or put in other words."""
+        """End where it began, and raise what was refused."""
         if not any(mode is self for mode in _get_current_dispatch_mode_stack()):
             return
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         del _sealed[get_ident()]
-        if self._refused is not None and error is not self._refused:
-            raise self._refused from error
+        if self.refused is not None and error is not self.refused:
+            raise self.refused from error
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute an operator."""
@@ -161,16 +161,8 @@ class Sealed(TorchDispatchMode):
             for x in args:
                 leaks = [x] if isinstance(x, SplitActivation) else x if isinstance(x, list) else ()
                 if leaks and any(isinstance(leak, SplitActivation) for leak in leaks):
-                    try:
-                        _refuse(f"code outside of Python, which calls {func},", [*leaks])
-                    except NeedsWhole as error:
-                        self.note(error)
-                        raise
+                    _refuse(f"code outside of Python, which calls {func},", leaks, tells=True)
         return func(*args, **(kwargs or {}))
-
-    def note(self, error: NeedsWhole) -> None:
-        """Keep what was refused, to be raised at the end of the block."""
-        self._refused = self._refused or error
 
 
 _sealed: dict[int, Sealed] = {}
@@ -318,25 +310,23 @@ _REFUSED = {torch.autograd.grad, torch.autograd.backward, Tensor.backward, Tenso
     torch.as_strided, torch.as_tensor, torch.asarray, *(attribute.__set__ for attribute in _SETTERS)}  # fmt: skip
 
 
-def _refuse(func: Any, values: list[Tensor]) -> None:
-    """Raise an error for a function that can neither compute on parts nor be given the whole."""
+def _refuse(func: Any, values: Sequence[Tensor], where: str = "", *, tells: bool = False) -> None:
+    """Raise an error for a function that can neither compute on parts nor be given the whole; ``tells`` the block."""
     parts = [x for x in values if isinstance(x, SplitActivation)]
     sources = frozenset[str]().union(*(x.split_dim.sources for x in parts))
     name = getattr(func, "__name__", func)
-    raise NeedsWhole(f"{name} was given an activation of which each rank has a part", sources)
+    error = NeedsWhole(f"{name} was given{where} an activation of which each rank has a part", sources)
+    for thread in {x.thread for x in parts} & _sealed.keys() if tells else ():
+        _sealed[thread].refused = _sealed[thread].refused or error  # code may catch it, or put it in other words
+    raise error
 
 
 def _require_one_thread(func: Any, args: tuple[Any, ...]) -> None:
     """Refuse parts in a thread that the block's code has started: its messages would come in any order."""
     parts = [x for x in args if isinstance(x, SplitActivation)]
     # Autograd has threads of its own, whose order is that of the backward.
-    if parts and any(x.thread != get_ident() for x in parts) and torch._C._current_graph_task_id() == -1:
-        sources = frozenset[str]().union(*(x.split_dim.sources for x in parts))
-        name = getattr(func, "__name__", func)
-        error = NeedsWhole(f"{name} was given, in another thread, an activation of which each rank has a part", sources)
-        for thread in {x.thread for x in parts} & _sealed.keys():
-            _sealed[thread].note(error)  # a thread's own error ends the thread, and not the block
-        raise error
+    if any(x.thread != get_ident() for x in parts) and torch._C._current_graph_task_id() == -1:
+        _refuse(func, parts, ", in another thread,", tells=True)
 
 
 def refusing(function: Callable[..., Any]) -> Callable[..., Any]:

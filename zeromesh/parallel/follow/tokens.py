@@ -31,7 +31,7 @@ from zeromesh.parallel.follow.backwards import Backwards, Hooks, OfSum
 from zeromesh.parallel.follow.imitation import META, OURS, TORCH, WithoutMemory
 from zeromesh.parallel.follow.split_activation import Axis, NeedsWhole, SplitActivation, SplitDim
 from zeromesh.parallel.follow.split_rules import ENTRY_BY_ENTRY, as_split, entry_by_entry
-from zeromesh.parallel.follow.ways import LOOKS_AT_IDS, Way, answer, collect, way_of
+from zeromesh.parallel.follow.ways import Way, answer, collect, looks_at_ids, way_of
 
 MOST_OPERATORS = 300_000  # of a run
 
@@ -283,7 +283,7 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute a function of torch by the rules, but for what is of this rank's tokens without one."""
         kwargs = dict(kwargs or {})
-        if sys._getframe(1).f_code.co_filename.endswith(LOOKS_AT_IDS):
+        if looks_at_ids(sys._getframe(1).f_code.co_filename):
             return self._on_plain(func, args, kwargs, Tensor)
         self._run.note(func, args, kwargs, sys._getframe(1))
         name = self.function = getattr(func, "__name__", str(func))

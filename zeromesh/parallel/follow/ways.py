@@ -37,7 +37,17 @@ _BETWEEN = tuple(TORCH + file for file in ("_dynamo", "_inductor", "_functorch",
     "utils/checkpoint.py", "nn/modules/_functions.py"))  # fmt: skip
 
 # transformers' code of masks, which context parallelism replaces, and of warnings: it looks at ids and positions.
-LOOKS_AT_IDS = tuple(os.path.join("transformers", file) for file in ("masking_utils.py", "modeling_utils.py"))
+_LOOKS_AT_IDS = tuple(os.path.join("transformers", file) for file in ("masking_utils.py", "modeling_utils.py"))
+
+
+def looks_at_ids(file: str) -> bool:
+    """Return whether a file is one of transformers' own that looks at ids and positions only."""
+    if not file.endswith(_LOOKS_AT_IDS):
+        return False
+    library = sys.modules.get("transformers")
+    return library is not None and file.startswith(os.path.dirname(str(library.__file__)) + os.sep)
+
+
 # Functions around a block in a check's copy, where the model itself has hooks: they call nothing of torch themselves.
 _AROUND_BLOCKS = {"_replaced", "_entered", "_last", "hooked"}
 
@@ -49,7 +59,7 @@ HARMLESS = {*ENTRY_BY_ENTRY, "__get__", "requires_grad_", "dim", "size", "numel"
 @cache
 def _owner(file: str) -> str:
     """Return whose code a file has: "user", "torch", or "" where its calls are no part of a user's code."""
-    if not os.path.isabs(file) or "torchinductor" in file or file.endswith(LOOKS_AT_IDS):
+    if not os.path.isabs(file) or "torchinductor" in file or looks_at_ids(file):
         return ""
     if file.startswith((OURS, *_BETWEEN)):
         return ""
