@@ -182,7 +182,7 @@ def test_a_rank_that_closes_is_an_error_for_sums_that_miss_its_part() -> None:
 @on_ranks(3, timeout=60)
 def test_a_rank_whose_peer_has_given_up_a_sum_does_not_wait_for_it() -> None:
     rank, made = dist.get_rank(), Transport()
-    world = Group("world", dist.group.WORLD, CPU, Traffic(), local=LocalGroup(made, dist.group.WORLD))
+    world = Group("world", dist.group.WORLD, CPU, Traffic(), carrier=LocalGroup(made, dist.group.WORLD))
     if rank == 0:
         with patch.object(local, "LEAVING", 10):
             made.close()

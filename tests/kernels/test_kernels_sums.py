@@ -143,7 +143,8 @@ def sources(folder: Path) -> Path:
         shutil.copy(ROOT / name, folder / name)
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(ROOT / "zeromesh" / "base" / "kernels", folder / "zeromesh" / "base" / "kernels", ignore=ignored)
-    shutil.copy(ROOT / "zeromesh" / "__init__.py", folder / "zeromesh")
+    for name in ("__init__.py", "base/__init__.py", "base/version.py"):
+        shutil.copy(ROOT / "zeromesh" / name, folder / "zeromesh" / name)
     return folder
 
 

@@ -10,7 +10,6 @@ import torch
 from zeromesh.base.placement import PlacementRow, Tier
 from zeromesh.base.words import bytes_text
 from zeromesh.shard.parameters.flat import Flat
-from zeromesh.shard.sizes import Widths, unit_sizes
 from zeromesh.shard.store.early import next_bytes
 from zeromesh.shard.store.swap import Rows, StateForm, loaded_bytes
 from zeromesh.shard.store.tiers import Tiers
@@ -45,16 +44,15 @@ class MemoryBudget:
         for flat in flats:
             layout, elements = flat.layout, flat.own.stop - flat.own.start
             dtype = flat.master_dtype(mixed)
-            place = replace(row, parameter_tier=flat.parameter_tier, optimizer_tier=flat.optimizer_tier, split=False)
-            widths = Widths(layout.dtype.itemsize, master=dtype.itemsize, states=0)
-            sizes = unit_sizes(layout.shard_size, elements, 0, place, widths)
-            parameter += int(sizes.get(("parameter", "host"), 0))
+            # The tiers of a table are its own, whatever those of the row.
+            if flat.sharded and flat.parameter_tier is Tier.HOST:
+                parameter += layout.shard_size * layout.dtype.itemsize
             if flat.optimizer_tier is Tier.NVME and layout.trainable:
                 files[flat] = dtype
             elif flat.optimizer_tier is Tier.HOST and layout.trainable and form.of(flat, dtype).split:
                 packed[flat] = dtype
             elif flat.optimizer_tier is Tier.HOST and layout.trainable:
-                master += int(sizes.get(("optimizer", "host"), 0))
+                master += elements * dtype.itemsize if flat.apart or dtype != layout.dtype else 0
                 pieces = layout.owned(flat.own.start, flat.own.stop)  # states have no padding
                 per_state += sum(stop - start for _, start, stop in pieces) * dtype.itemsize
         first = {flat: flat.master_dtype(mixed) for flat in reversed(early)}
