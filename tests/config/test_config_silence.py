@@ -116,6 +116,7 @@ ON: list[dict[str, Any]] = [
     {"amp": {"enabled": True}},
     {"vocabulary_size": 50257},
     {"pipeline": {"partition": "time"}},
+    {"run": {"roll_back": 0}},  # to the last checkpoint
 ]
 
 OFF: list[dict[str, Any]] = [

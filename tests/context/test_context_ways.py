@@ -8,11 +8,13 @@ import random
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 import zeromesh
@@ -22,6 +24,7 @@ from test_context import fake
 from token_programs import APART, LENGTH, VOCABULARY, WIDTH, Code, Inside, Shifted, Twice, batch, build
 from zeromesh.parallel.context.applied import Unsupported
 from zeromesh.parallel.context.spread_model import apply
+from zeromesh.parallel.follow.ways import looks_at_ids
 
 RANKS = 2
 
@@ -424,3 +427,10 @@ def test_numbers_that_depend_on_the_length_are_refused_at_each_length() -> None:
     model(tokens(8))
     with pytest.raises(Unsupported, match="depend on the length"):
         model(tokens(16))
+
+
+def test_only_files_of_transformers_itself_are_taken_for_its_code_of_masks() -> None:
+    library = Path(str(transformers.__file__)).parent
+    assert looks_at_ids(str(library / "masking_utils.py"))
+    assert not looks_at_ids("/home/me/mytransformers/modeling_utils.py")
+    assert not looks_at_ids(f"/home/me/transformers/{library.name}/modeling_utils.py")

@@ -94,3 +94,12 @@ def test_a_schedule_that_needs_a_metric_gets_it_with_the_step(one_rank: None) ->
         engine.step(lr_kwargs={"metrics": metric})
         rates += engine.get_lr()
     assert rates == [1.0, 0.5]
+
+
+def test_a_schedule_that_needs_a_metric_is_refused_beside_one_of_the_configuration(one_rank: None) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    config = {"train_micro_batch_size_per_gpu": 1, "scheduler": {"type": "WarmupLR", "params": {}}}
+    with pytest.raises(ValueError, match="scheduler"):
+        deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=plateau, config=config)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -17,6 +19,7 @@ import zeromesh
 from harness import on_ranks
 from unknown_modules import THIRDS, Decoder, NanoMLP
 from zeromesh.parallel.follow import traced_plan as trace
+from zeromesh.parallel.follow.imitation import left_as_they_are
 from zeromesh.parallel.tensor.derive import derive
 from zeromesh.parallel.tensor.tensor_plan import PlanRule, parse
 
@@ -240,3 +243,22 @@ def test_in_classes_of_transformers_what_names_leave_or_gather_is_traced_too() -
     layers = "convnext.encoder.stages.*.layers.*"
     assert (plan[f"{layers}.pwconv1"], plan[f"{layers}.pwconv2"]) == (C, R)
     assert not any(name.startswith("classifier") for name in plan)  # outside of blocks nothing is traced
+
+
+def test_files_that_helpers_of_a_model_import_are_left_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "trace_cache.py").write_text("TABLE = None\n")
+    (tmp_path / "trace_helper.py").write_text(
+        "import trace_cache\n\ndef scaled(x):\n"
+        "    trace_cache.TABLE = x.new_ones(1)\n    return x * trace_cache.TABLE\n"
+    )
+    (tmp_path / "trace_model.py").write_text(
+        "from torch import nn\nfrom trace_helper import scaled\n\nclass Model(nn.Module):\n"
+        "    def forward(self, x):\n        return scaled(x)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model = importlib.import_module("trace_model").Model()
+    with left_as_they_are(model):
+        model(torch.ones(2, device="meta"))
+    assert importlib.import_module("trace_cache").TABLE is None
