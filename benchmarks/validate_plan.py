@@ -169,9 +169,9 @@ This page compares the predictions of `zeromesh plan` with published measurement
 [The benchmark of the planner](benchmarks/2026-11-25-plan.md) compares predictions with ZeroMesh itself.
 
 - `make validate-plan` writes this page from `benchmarks/published-rows.json`.
-- Predictions of memory use no measured value. The formulas are in `zeromesh/apps/plan/cost/shape.py` and `states.py`.
-The
-  tensors that each framework keeps are in `benchmarks/published_conventions.py`, with sources.
+- Predictions of memory use no measured value. The formulas are in `zeromesh/apps/plan/cost/shape.py` and
+  `zeromesh/shard/sizes.py`. The tensors that each framework keeps are in `benchmarks/published_conventions.py`, with
+  sources.
 - Predictions of time use two constants for each GPU and source. They are fitted to one half of the source's rows.
   Errors are those of the other half.
 - Mixtures of experts are not judged: the sources do not give the sizes of the experts, nor how evenly tokens were

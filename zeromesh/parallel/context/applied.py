@@ -83,7 +83,7 @@ class SpreadSequences:
         return attend(self.strategy, q, k, v, self.group, self.tag, scale)
 
     def mean_loss(self, loss: Tensor, labels: Tensor) -> Tensor:
-        """See ``batch.mean_loss``."""
+        """See ``spread_batch.mean_loss``."""
         if not self._sends:
             return loss
         self.losses += 1
