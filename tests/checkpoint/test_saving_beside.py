@@ -199,7 +199,7 @@ def test_the_folder_is_locked_until_the_save_is_complete(tmp_path: Path) -> None
 
 PROGRAM = """
 import sys, time, torch, zeromesh
-from zeromesh.checkpoint import background
+from zeromesh.checkpoint.copies import background
 run = background._SaveThread.run
 background._SaveThread.run = lambda thread: (time.sleep(0.5), run(thread))
 engine, *_ = zeromesh.initialize(
