@@ -79,9 +79,9 @@ class Axis:
 class TensorAxis(Axis):
     """Messages over the tensor axis, with one tag: those of forwards and backwards follow one another."""
 
-    def __init__(self, group: Group, streams: RandomStreams, tag: int, layer: str) -> None:
+    def __init__(self, group: Group, streams: RandomStreams, tag: int) -> None:
         self.size, self.group, self.tag = group.size, group, tag
-        self._streams, self._layer = streams, layer
+        self._streams = streams
 
     def _move(self, x: Tensor, name: str, dim: int = 0) -> Tensor:
         if x.ndim == 0:

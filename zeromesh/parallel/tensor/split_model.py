@@ -235,7 +235,7 @@ def _linear(
         index = len(entrance.layers)
         entrance.layers.append(partial(columns_of, module))
         split = resolved.held_of(module, "weight").split
-        axis = TensorAxis(place.group, place.streams, tag + 2, member.name)
+        axis = TensorAxis(place.group, place.streams, tag + 2)
         leaves = None if style.after is None or split is None else LeavingParts(member, split, axis)
         forward: Any = _eager(_by_columns, module, name=member.name, entrance=entrance, index=index, leaves=leaves)
     elif style.after == "logits":
@@ -245,7 +245,7 @@ def _linear(
         forward = _eager(_by_vocabulary, module, vocabulary=vocabulary, tag=tag, using=place.using)
     elif style.cut == "inputs":
         split = resolved.held_of(module, "weight").split if style.before else None
-        axis = TensorAxis(place.group, place.streams, tag + 1, member.name)
+        axis = TensorAxis(place.group, place.streams, tag + 1)
         takes = None if split is None else TakingParts(member, split, axis)
         guard = None if style.before else SplitGuard(member, resolved, modules[""])
         spread = place.spreads(member.name)
