@@ -301,6 +301,15 @@ def test_a_rank_that_closes_is_an_error_for_those_that_wait_for_it() -> None:
         assert (landing == 7).all()
 
 
+@on_ranks(2)
+def test_a_message_that_was_received_is_through_though_its_receiver_closes_at_once() -> None:
+    for number in range(150):
+        rank, link = dist.get_rank(), Transport()
+        message = link.post(rank == 0, 1 - rank, number, torch.zeros(1 << 16))
+        message.wait()
+        link.close()
+
+
 def apart(rank_of_other_machine: int) -> tuple[bool, float]:
     """Return whether the transport is used, and what an all-reduce gives, where one rank is on another machine."""
     rank = dist.get_rank()

@@ -325,6 +325,16 @@ static void give_up(struct link *link, struct peer *peer) {
         }
 }
 
+// End what is under way with a peer that has ended; return how many messages had come through before.
+static int give_up_if_gone(struct link *link, struct peer *peer, int brief, int *left) {
+    if (!peer->gone && !atomic_load(&peer->page->closed)) return 0;
+    // The peer may have copied or sent something between the caller's last look and its end.
+    int count = reap(link, peer);
+    if (peer->posted.first) count += receive(link, peer, brief, left);
+    give_up(link, peer);
+    return count;
+}
+
 static int progress(struct link *link, int brief, int *left) {
     int count = 0;
     for (int i = 0; i < link->size; i++) {
@@ -333,7 +343,7 @@ static int progress(struct link *link, int brief, int *left) {
         count += reap(link, peer);
         if (peer->unsent.first) send_waiting(link, peer);
         if (peer->posted.first) count += receive(link, peer, brief, left);
-        if (peer->gone || atomic_load(&peer->page->closed)) give_up(link, peer);
+        count += give_up_if_gone(link, peer, brief, left);
     }
     return count;
 }
@@ -450,7 +460,7 @@ int32_t zeromesh_link_post(struct link *link, int32_t sends, int32_t rank, uint6
     *handle = op;
     put(sends ? &peer->unsent : &peer->posted, op);
     if (sends) send_waiting(link, peer); else receive(link, peer, 1, &left);
-    if (peer->gone || atomic_load(&peer->page->closed)) give_up(link, peer);
+    give_up_if_gone(link, peer, 1, &left);
     pthread_mutex_unlock(&link->lock);
     if (left) ring(link->page);
     return 0;
