@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import zeromesh
 from harness import RankFailure, run_ranks
+from run import sgd, start_engine, train_step
 from test_pipeline import CHUNKS, train
 from test_tensor_rules import batch, config, gpt2, llama, step
 from zeromesh.comm.collectives import Group
@@ -438,22 +439,17 @@ def moved(**options: Any) -> Any:
 
 def compiled(offload: bool) -> Any:
     torch.manual_seed(0)
-    settings = {
-        "train_batch_size": ROWS,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "units": ["Block"],
-        "zero_optimization": {"stage": 3},
-        "activation_checkpointing": {"enabled": True, "cpu_checkpointing": offload},
-    }
-    engine = zeromesh.initialize(model=Net(2).eval(), config=settings)[0]
+    engine = start_engine(
+        Net(2).eval(),
+        batch=ROWS,
+        optimizer=sgd(0.1),
+        units=["Block"],
+        stage=3,
+        activation_checkpointing={"enabled": True, "cpu_checkpointing": offload},
+    )
     engine.eval()
     engine.compile(backend="aot_eager")
-    losses = []
-    for seed in range(2):
-        loss = engine(given(seed))
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss))
+    losses = [train_step(engine, engine(given(seed))) for seed in range(2)]
     return losses, engine.memory_report()["activation"]
 
 

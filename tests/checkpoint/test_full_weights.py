@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 import zeromesh
 from harness import run_ranks
 from huggingface_models import GROUPED, MODELS, SPECIAL
+from run import adamw, start_engine, train_step
 from runs import assert_same, config, start, train
 from zeromesh.shard.parameters.unit import State
 
@@ -30,8 +31,7 @@ def handed_over(settings: dict[str, Any], dtype: torch.dtype | None) -> dict[str
     engine, *_ = zeromesh.initialize(model=llama(), config={**more, **settings})
     ids = torch.arange(8).view(1, 8)
     if engine.pipelined is None:
-        engine.backward(engine(input_ids=ids, labels=ids).loss)
-        engine.step()
+        train_step(engine, engine(input_ids=ids, labels=ids).loss)
     whole = {name: value.clone() for name, value in engine.state_dict().items()}
     engine.traffic_report(reset=True)
     sharded, loaded = engine.sharded, 0
@@ -107,7 +107,7 @@ def merged() -> dict[str, Any]:
     torch.manual_seed(1)
     again = peft.get_peft_model(llama(tied=False), options)
     settings = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
-    engine, *_ = zeromesh.initialize(model=again, config={"train_micro_batch_size_per_gpu": 1, **settings})
+    engine = start_engine(again, settings, micro=1)
     return {"plain": plain, "found": dict(engine.full_weights())}
 
 
@@ -123,14 +123,7 @@ def experts() -> Any:
 
 
 def of_experts() -> dict[str, torch.Tensor]:
-    engine, *_ = zeromesh.initialize(
-        model=experts(),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 3},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        },
-    )
+    engine = start_engine(experts(), micro=1, stage=3, optimizer=adamw(1e-2))
     return dict(engine.full_weights())
 
 

@@ -18,6 +18,7 @@ from torch import nn
 import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS
+from run import adamw, configuration, plain_step, train_step
 from zeromesh.checkpoint.weights import pretrained, weight_files
 from zeromesh.checkpoint.weights.weight_files import INDEX, SINGLE, FileTensor
 from zeromesh.shard.parameters import deferred
@@ -44,12 +45,7 @@ def build(name: str) -> Any:
 
 
 def config(row: int, **further: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": row},
-        **further,
-    }
+    return configuration(micro=2, optimizer=adamw(1e-2), stage=row) | further
 
 
 def start(model: nn.Module, row: int, **further: Any) -> Any:
@@ -148,8 +144,7 @@ def test_an_exported_folder_gives_the_same_logits(tmp_path: Path) -> None:
     engine = start(model, 3, bf16={"enabled": True})
     tokens = torch.arange(16).view(2, 8)
     for _ in range(2):
-        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-        engine.step()
+        train_step(engine, engine(input_ids=tokens, labels=tokens).loss)
     engine.eval()
     with torch.no_grad():
         expected = engine(input_ids=tokens).logits
@@ -187,13 +182,7 @@ def trained(folder: Path, row: int) -> list[float]:
     engine = start(zeromesh.from_pretrained(folder, dtype=torch.float64), row)
     tokens = torch.randint(0, 96, (4, 8), generator=torch.Generator().manual_seed(1))
     mine = tokens.chunk(engine.data_size)[engine.data_rank]
-    losses = []
-    for _ in range(3):
-        loss = loss_of(engine, mine)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return [train_step(engine, loss_of(engine, mine)) for _ in range(3)]
 
 
 @pytest.mark.parametrize("row", [1, 3])
@@ -202,13 +191,7 @@ def test_a_loaded_model_trains_as_in_plain_torch(row: int, tmp_path: Path) -> No
     plain = transformers().LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False)
     tokens = torch.randint(0, 96, (4, 8), generator=torch.Generator().manual_seed(1))
-    expected = []
-    for _ in range(3):
-        loss = loss_of(plain, tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
+    expected = [plain_step(optimizer, loss_of(plain, tokens)) for _ in range(3)]
     losses = run_ranks(trained, 2, folder, row, timeout=LIMIT)
     assert [sum(step) / 2 for step in zip(*losses, strict=True)] == pytest.approx(expected, rel=1e-9)
 
@@ -467,8 +450,7 @@ def test_a_checkpoint_that_was_written_anew_is_read_anew(tmp_path: Path) -> None
     folder = saved("llama", tmp_path)
     engine = start(zeromesh.from_pretrained(folder), 3)
     tokens = torch.arange(16).view(2, 8)
-    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-    engine.step()
+    train_step(engine, engine(input_ids=tokens, labels=tokens).loss)
     engine.save_16bit_model(folder)
     require_equal(start(zeromesh.from_pretrained(folder), 3).state_dict(), engine.state_dict())
 

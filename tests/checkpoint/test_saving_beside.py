@@ -15,6 +15,7 @@ import torch
 import zeromesh
 from harness import run_command, run_ranks
 from numerics import OFFLOADED
+from run import adamw, start_engine
 from runs import assert_same, config, seed_everything, start, train
 from test_pipeline_saving import BUILD, WORDS
 from test_saving_kills import Killed, Killer
@@ -108,15 +109,7 @@ def test_files_are_those_of_a_blocking_save_while_training_goes_on(
 
 
 def save_split(folder: str, kind: str, mesh: dict[str, int]) -> bool:
-    settings = {
-        "train_batch_size": 8,
-        "gradient_accumulation_steps": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": 1},
-        "mesh": mesh,
-        **BESIDE,
-    }
-    engine = zeromesh.initialize(model=BUILD[kind](), config=settings)[0]
+    engine = start_engine(BUILD[kind](), BESIDE, batch=8, accumulation=4, optimizer=adamw(1e-2), stage=1, mesh=mesh)
 
     def go_on() -> None:
         ids = torch.randint(0, WORDS, (2, 6), generator=torch.Generator().manual_seed(engine.global_steps))

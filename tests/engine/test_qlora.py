@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import zeromesh
 from harness import on_ranks, run_ranks
 from huggingface_models import MODELS, VOCABULARY
+from run import configuration, plain_step, sgd, train_step
 from zeromesh.base.quantized_layers import dense, layers, parts, states
 from zeromesh.checkpoint.weights import quantize_weights as quantized
 from zeromesh.checkpoint.weights.pretrained import HASHED
@@ -93,13 +94,7 @@ def batches() -> list[torch.Tensor]:
 def plain(folder: Path, kind: str, adapters: str = "lora") -> tuple[list[float], dict[str, torch.Tensor]]:
     model = adapted(loaded(folder, kind), adapters)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
-    losses = []
-    for tokens in batches():
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = [plain_step(optimizer, model(input_ids=tokens, labels=tokens).loss) for tokens in batches()]
     return losses, {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -107,19 +102,12 @@ def settings(stage: int, offload: str | None = None) -> dict[str, Any]:
     places = {} if offload is None else {"offload_optimizer": {"device": offload}}
     if offload is not None and stage == 3:
         places["offload_param"] = {"device": offload}
-    return {
-        "train_batch_size": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
-        "zero_optimization": {"stage": stage, **places},
-    }
+    return configuration(batch=4, optimizer=sgd(0.5), zero={"stage": stage, **places})
 
 
 def step(engine: Any, tokens: torch.Tensor) -> float:
     mine = tokens.chunk(engine.data_size)[engine.data_rank]
-    loss = engine(input_ids=mine, labels=mine).loss
-    engine.backward(loss)
-    engine.step()
-    return float(loss.detach())
+    return train_step(engine, engine(input_ids=mine, labels=mine).loss)
 
 
 def train(folder: Path, kind: str, adapters: str, stage: int, offload: str | None) -> Any:

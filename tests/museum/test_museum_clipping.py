@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import zeromesh
 from harness import run_ranks
 from museum import Weights, gap, require, start, weights_of, whole
+from run import train_step
 
 CLIP = 0.05
 MESHES: dict[str, tuple[int, dict[str, int]]] = {
@@ -36,8 +37,7 @@ def clipped(stage: int, mesh: dict[str, int], scale: float = 1.0, clip: float = 
     settings = {"zero_optimization": {"stage": stage}, "mesh": mesh, "units": ["Linear"], "gradient_clipping": clip}
     engine = start(net(), lr=1.0, gradient_accumulation_steps=2, **settings)
     for part in rows().chunk(4)[dist.get_rank() :: 2]:
-        engine.backward(engine(part).square().mean() * scale)
-        engine.step()
+        train_step(engine, engine(part).square().mean() * scale)
     return engine.get_global_grad_norm(), whole(engine)
 
 
@@ -45,8 +45,7 @@ def opposite() -> float | None:
     """Return the norm of the mean of two gradients, (1, 3) and (2, 1)."""
     model = nn.Linear(2, 1, bias=False).double()
     engine = start(model, zero_optimization={"stage": 2})
-    engine.backward(engine(torch.tensor([[(1.0, 3.0), (2.0, 1.0)][dist.get_rank()]], dtype=torch.float64)).sum())
-    engine.step()
+    train_step(engine, engine(torch.tensor([[(1.0, 3.0), (2.0, 1.0)][dist.get_rank()]], dtype=torch.float64)).sum())
     return engine.get_global_grad_norm()
 
 
@@ -82,8 +81,7 @@ def in_fp16() -> list[tuple[float | None, float, bool, list[float]]]:
     found = []
     for _ in range(4):
         before = weight(engine)
-        engine.backward(engine(torch.ones(1, 1)).sum())
-        engine.step()
+        train_step(engine, engine(torch.ones(1, 1)).sum())
         found.append((engine.get_global_grad_norm(), before - weight(engine), optimizer.overflow, engine.get_lr()))
     return found
 
@@ -101,8 +99,7 @@ def in_bf16(start_at: float, gradients: list[float], steps: int, lr: float) -> f
     settings = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1}
     engine = start(model, lr=lr, gradient_accumulation_steps=steps, **settings)
     for gradient in gradients:
-        engine.backward(engine(torch.full((1, 1), gradient)).sum())
-        engine.step()
+        train_step(engine, engine(torch.full((1, 1), gradient)).sum())
     return weight(engine)
 
 
@@ -124,8 +121,7 @@ def thawed(stage: int) -> float:
     engine = start(model, lr=1.0, bf16={"enabled": True}, train_micro_batch_size_per_gpu=1, **settings)
     for step in range(2):
         model.cold.requires_grad_(step > 0)
-        engine.backward(engine(torch.tensor([[THAWED[dist.get_rank()]]])).sum())
-        engine.step()
+        train_step(engine, engine(torch.tensor([[THAWED[dist.get_rank()]]])).sum())
     return weight(engine)
 
 
@@ -149,8 +145,7 @@ def in_buckets() -> list[tuple[float | None, Weights]]:
         engine = start(model, lr=0.1, **{"zero_optimization": {"stage": 2}, "units": ["Linear"], **settings})
         for step in range(3):
             x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step)).chunk(2)[dist.get_rank()]
-            engine.backward(engine(x).square().mean())
-            engine.step()
+            train_step(engine, engine(x).square().mean())
         found.append((engine.get_global_grad_norm(), whole(engine)))
     return found
 
@@ -304,6 +299,5 @@ def clipped_on_four() -> tuple[float | None, Weights]:
     mesh = {"replicate": 2, "data": 2}
     settings = {"zero_optimization": {"stage": 3}, "mesh": mesh, "units": ["Linear"], "gradient_clipping": CLIP}
     engine = start(net(), lr=1.0, **settings)
-    engine.backward(engine(rows().chunk(4)[dist.get_rank()]).square().mean())
-    engine.step()
+    train_step(engine, engine(rows().chunk(4)[dist.get_rank()]).square().mean())
     return engine.get_global_grad_norm(), whole(engine)

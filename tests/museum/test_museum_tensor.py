@@ -14,6 +14,7 @@ import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS, without_dropout
 from museum import Weights, gap, require, start, weights_of, whole
+from run import plain_step, train_step
 from test_tensor_rules import masks
 from zeromesh.apps.train.data.ordered_loader import NO_LABEL, Batch
 from zeromesh.apps.train.run_loss import weighted
@@ -73,10 +74,7 @@ def train(build: Callable[[], Any], sequence: bool, loss_of: Callable[[Any, Tens
     """Return losses and weights of a few updates of a split model."""
     engine, losses = split(build(), sequence), []
     for step in range(steps):
-        loss = loss_of(engine, ids(step))
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
+        losses.append(train_step(engine, loss_of(engine, ids(step))))
     return losses, whole(engine)
 
 
@@ -146,11 +144,7 @@ def plain(build: str, loss: str = "of the model") -> tuple[list[float], Weights]
     model, losses = BUILDS[build][0](), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
-        optimizer.zero_grad()
-        found = LOSSES[loss](model, ids(step))
-        found.backward()
-        optimizer.step()
-        losses.append(float(found.detach()))
+        losses.append(plain_step(optimizer, LOSSES[loss](model, ids(step))))
     return losses, weights_of(model)
 
 
@@ -200,9 +194,7 @@ def with_parts_of(build: str, name: str, part: Callable[[Tensor], Tensor]) -> We
     model.get_parameter(name).register_hook(part)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
-        optimizer.zero_grad()
-        LOSSES["of the model"](model, ids(step)).backward()
-        optimizer.step()
+        plain_step(optimizer, LOSSES["of the model"](model, ids(step)))
     return weights_of(model)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 import zeromesh
 from harness import on_ranks, run_ranks
 from huggingface_models import GPT2, GROUPED, SPECIAL, USUAL
+from run import configuration, train_step, whole_state
 from zeromesh.config.settings import Settings
 from zeromesh.engine.initialize import model_layout as layout
 from zeromesh.parallel.follow.token_check import TokenCheck
@@ -47,26 +48,16 @@ def batch(step: int, vocabulary: int = 96) -> torch.Tensor:
 
 
 def config(tensor: int, row: int = 0, **further: Any) -> dict[str, Any]:
-    return {
-        "train_batch_size": 4,
-        "optimizer": ADAMW,
-        "zero_optimization": {"stage": row},
-        "mesh": {"tensor": tensor},
-        **further,
-    }
+    return configuration(batch=4, optimizer=ADAMW, stage=row, mesh={"tensor": tensor}) | further
 
 
 def step(engine: Any, ids: torch.Tensor) -> float:
     mine = ids.chunk(engine.data_size)[engine.data_rank]
-    loss = engine(input_ids=mine, labels=mine).loss
-    engine.backward(loss)
-    engine.step()
-    return float(loss)
+    return train_step(engine, engine(input_ids=mine, labels=mine).loss)
 
 
 def whole(engine: Any) -> dict[str, torch.Tensor]:
-    with zeromesh.zero.GatheredParameters(list(engine.module.parameters())):
-        return {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
+    return whole_state(engine.module)
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-9) -> None:
@@ -261,9 +252,7 @@ def differ_when_parametrized() -> float:
     x = torch.randn(4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     one, engine = parametrized(), zeromesh.initialize(model=parametrized(), config=config(2))[0]
     assert engine.module[2].weight.shape == (8, 32)
-    loss = engine(x).square().mean()
-    engine.backward(loss)
-    engine.step()
+    train_step(engine, engine(x).square().mean())
     optimizer = torch.optim.AdamW(one.parameters(), **ADAMW["params"])
     one(x).square().mean().backward()
     optimizer.step()
@@ -477,8 +466,7 @@ def test_blocks_may_be_compiled(sequence: bool) -> None:
 def test_logits_that_are_asked_for_after_the_update_are_refused() -> None:
     engine = zeromesh.initialize(model=llama(torch.float32), config=config(2))[0]
     output = engine(input_ids=batch(0), labels=batch(0))
-    engine.backward(output.loss)
-    engine.step()
+    train_step(engine, output.loss)
     with pytest.raises(RuntimeError) as caught:
         output.logits.argmax(-1)
     message = str(caught.value)

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import zeromesh
 from harness import run_ranks
 from huggingface_models import GROUPED, SPECIAL
+from run import adamw, start_engine, train_step
 from wire import sent_by_this_process
 
 SAMPLES, LENGTH, WIDTH, LAYERS = 4, 64, 128, 3
@@ -29,22 +29,13 @@ def llama() -> Any:
 
 
 def measured(settings: dict[str, Any], micro_batches: int = 1) -> tuple[dict[str, Any], int]:
-    engine, *_ = zeromesh.initialize(
-        model=llama(),
-        config={
-            "train_micro_batch_size_per_gpu": SAMPLES,
-            "gradient_accumulation_steps": micro_batches,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-            **settings,
-        },
-    )
+    engine = start_engine(llama(), settings, micro=SAMPLES, accumulation=micro_batches, optimizer=adamw(1e-3))
 
     def update(step: int) -> None:
         for micro in range(micro_batches):
             generator = torch.Generator().manual_seed(step * micro_batches + micro)
             ids = torch.randint(3, 96, (SAMPLES, LENGTH), generator=generator)
-            engine.backward(engine(input_ids=ids, labels=ids).loss)
-            engine.step()
+            train_step(engine, engine(input_ids=ids, labels=ids).loss)
 
     update(0)
     dist.barrier()
