@@ -60,6 +60,12 @@ def no_group() -> None:
     shutdown()
 
 
+@pytest.fixture
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the secret by which nodes that are launched know each other."""
+    monkeypatch.setenv("ZEROMESH_SECRET", "of all nodes of these tests")
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of small files of Python, for runs of ``zeromesh train``."""

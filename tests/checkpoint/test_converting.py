@@ -17,14 +17,13 @@ import torch
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from typer.testing import CliRunner
 
 import foreign_checkpoints as foreign
 import zeromesh
+from commands import call
 from harness import FOLDERS, ROOT, on_ranks, run_command
 from malicious import Malicious
 from runs import assert_same
-from zeromesh.apps.cli.main import app
 from zeromesh.checkpoint.boxes import Reader
 
 
@@ -497,12 +496,12 @@ def test_a_checkpoint_that_lacks_a_rank_is_refused(tmp_path: Path) -> None:
 
 def test_the_command_tells_unknown_folders_from_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
-    failed = CliRunner().invoke(app, ["convert", str(tmp_path / "none"), str(tmp_path / "ours")])
+    failed = call("convert", tmp_path / "none", tmp_path / "ours")
     assert failed.exit_code == 2
     for pattern in (".metadata", "*zero_pp_rank_*_optim_states.pt", "zero/optimizer_state.pt", "*.ckpt", "common.pt"):
         assert pattern in failed.output
     written("zero-3", tmp_path / "theirs")
-    done = CliRunner().invoke(app, ["convert", str(tmp_path / "theirs"), str(tmp_path / "ours")])
+    done = call("convert", tmp_path / "theirs", tmp_path / "ours")
     assert done.exit_code == 0, done.output
     assert (tmp_path / "ours" / "latest").read_text() == "global_step3"
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from huggingface_models import GROUPED, MODELS, SPECIAL
 from run import adamw, start_engine, train_step
 from runs import assert_same, config, start, train
@@ -97,7 +97,9 @@ def test_buffers_keep_their_dtype() -> None:
     assert_same(found, {name: state[name].to(found[name].dtype) for name in found})
 
 
-def merged() -> dict[str, Any]:
+@on_ranks(2, timeout=120)
+def test_adapters_come_merged_into_their_layers() -> None:
+    pytest.importorskip("peft")
     import peft
 
     torch.manual_seed(1)
@@ -108,13 +110,8 @@ def merged() -> dict[str, Any]:
     again = peft.get_peft_model(llama(tied=False), options)
     settings = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
     engine = start_engine(again, settings, micro=1)
-    return {"plain": plain, "found": dict(engine.full_weights())}
-
-
-def test_adapters_come_merged_into_their_layers() -> None:
-    pytest.importorskip("peft")
-    for result in run_ranks(merged, 2, timeout=120):
-        assert_same(result["found"], result["plain"])
+    result = {"plain": plain, "found": dict(engine.full_weights())}
+    assert_same(result["found"], result["plain"])
 
 
 def experts() -> Any:

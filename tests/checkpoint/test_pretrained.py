@@ -18,6 +18,7 @@ from torch import nn
 import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS
+from models import next_token_loss
 from run import adamw, configuration, plain_step, train_step
 from zeromesh.checkpoint.weights import pretrained, weight_files
 from zeromesh.checkpoint.weights.weight_files import INDEX, SINGLE, FileTensor
@@ -172,17 +173,12 @@ def test_settings_of_generation_travel_with_the_model(tmp_path: Path) -> None:
         zeromesh.from_pretrained(folder)
 
 
-def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:  # not the model's own, which is computed in fp32
-    logits = model(input_ids=tokens).logits
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-
 def trained(folder: Path, row: int) -> list[float]:
     transformers()
     engine = start(zeromesh.from_pretrained(folder, dtype=torch.float64), row)
     tokens = torch.randint(0, 96, (4, 8), generator=torch.Generator().manual_seed(1))
     mine = tokens.chunk(engine.data_size)[engine.data_rank]
-    return [train_step(engine, loss_of(engine, mine)) for _ in range(3)]
+    return [train_step(engine, next_token_loss(engine, mine)) for _ in range(3)]
 
 
 @pytest.mark.parametrize("row", [1, 3])
@@ -191,7 +187,7 @@ def test_a_loaded_model_trains_as_in_plain_torch(row: int, tmp_path: Path) -> No
     plain = transformers().LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False)
     tokens = torch.randint(0, 96, (4, 8), generator=torch.Generator().manual_seed(1))
-    expected = [plain_step(optimizer, loss_of(plain, tokens)) for _ in range(3)]
+    expected = [plain_step(optimizer, next_token_loss(plain, tokens)) for _ in range(3)]
     losses = run_ranks(trained, 2, folder, row, timeout=LIMIT)
     assert [sum(step) / 2 for step in zip(*losses, strict=True)] == pytest.approx(expected, rel=1e-9)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import zeromesh
-from harness import run_command, run_ranks
+from harness import on_ranks, run_command, run_ranks
 from numerics import OFFLOADED
 from run import adamw, start_engine
 from runs import assert_same, config, seed_everything, start, train
@@ -91,21 +91,20 @@ MORE_CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def save_all_cases(folder: str, names: list[str]) -> int:
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.full)], ids=["some", "more"])
+@on_ranks(2)
+def test_files_are_those_of_a_blocking_save_while_training_goes_on(
+    cases: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder = str(tmp_path)
+    names = list(cases)
     for name in names:
         engine = start(1, {**(CASES | MORE_CASES)[name], **BESIDE})
         seed_everything(engine.mesh.rank)
         train(engine, 2)
         save_both(engine, Path(folder) / name, lambda engine=engine: train(engine, 1))
         engine.destroy()
-    return len(names)
-
-
-@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.full)], ids=["some", "more"])
-def test_files_are_those_of_a_blocking_save_while_training_goes_on(
-    cases: dict[str, dict[str, Any]], tmp_path: Path
-) -> None:
-    assert run_ranks(save_all_cases, 2, str(tmp_path), list(cases)) == [len(cases)] * 2
+    assert len(names) == len(cases)
 
 
 def save_split(folder: str, kind: str, mesh: dict[str, int]) -> bool:
@@ -139,7 +138,9 @@ def test_files_of_stages_and_of_split_layers_are_those_of_a_blocking_save(
 # One save after the other.
 
 
-def save_in_turn(folder: str) -> None:
+@on_ranks(2)
+def test_a_save_waits_for_the_one_before_and_so_does_loading(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     root = Path(folder)
     engine = start(1, {**config(3), "checkpoint": {"asynchronous": True, "keep_last": 2}})
     assert engine.wait_for_checkpoint() is None
@@ -168,10 +169,6 @@ def save_in_turn(folder: str) -> None:
     engine.destroy()
     again.mesh.group("world").exchange(torch.zeros(1))
     assert folders.latest(root) == "global_step9", "destroy() waits"
-
-
-def test_a_save_waits_for_the_one_before_and_so_does_loading(tmp_path: Path) -> None:
-    run_ranks(save_in_turn, 2, str(tmp_path))
 
 
 def save_to_one_folder(folder: str) -> str:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import zeromesh
-from harness import run_ranks, spawn_ranks
+from harness import on_ranks, run_ranks, spawn_ranks
 from runs import assert_same, config, seed_everything, start, train
 from test_saving_beside import held_back
 from zeromesh.checkpoint import checkpoint_folder as folders
@@ -146,7 +146,16 @@ def test_a_failed_save_leaves_the_one_before_and_the_next_save_is_another_try(tm
     assert "rank 1 has written nothing to it for 0 s" in first["silent"]
 
 
-def fail_and_stop(folder: str) -> list[str]:
+ASKS: dict[str, Callable[[zeromesh.Engine, Path], object]] = {
+    "step": lambda engine, root: train(engine, 1),
+    "save": lambda engine, root: engine.save_checkpoint(root, "other"),
+    "load": lambda engine, root: engine.load_checkpoint(root),
+}
+
+
+@on_ranks(2)
+def test_a_failed_save_is_raised_by_the_next_step_save_or_load_on_all_ranks(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     found = []
     for name, ask in ASKS.items():
         root = Path(folder) / name
@@ -161,23 +170,14 @@ def fail_and_stop(folder: str) -> list[str]:
         assert engine.wait_for_checkpoint() == root / f"global_step{engine.global_steps}"
         assert engine.global_steps == 3 + (name == "step")
         engine.destroy()
-    return found
+    texts = found
+    assert len(texts) == 3
+    assert all("raise the limit (`ulimit -f`), or save from more ranks" in text for text in texts)
 
 
-ASKS: dict[str, Callable[[zeromesh.Engine, Path], object]] = {
-    "step": lambda engine, root: train(engine, 1),
-    "save": lambda engine, root: engine.save_checkpoint(root, "other"),
-    "load": lambda engine, root: engine.load_checkpoint(root),
-}
-
-
-def test_a_failed_save_is_raised_by_the_next_step_save_or_load_on_all_ranks(tmp_path: Path) -> None:
-    for texts in run_ranks(fail_and_stop, 2, str(tmp_path)):
-        assert len(texts) == 3
-        assert all("raise the limit (`ulimit -f`), or save from more ranks" in text for text in texts)
-
-
-def fail_before_the_end(folder: str) -> None:
+@on_ranks(1)
+def test_the_end_of_an_engine_raises_what_nobody_has_told(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     engine, _ = begin(Path(folder), mesh="1")
     train(engine, 1)
     no_space(Path(folder), 1, engine)
@@ -185,21 +185,15 @@ def fail_before_the_end(folder: str) -> None:
         engine.destroy()
 
 
-def save_with_little_memory(folder: str) -> None:
+@on_ranks(1)
+def test_a_copy_that_does_not_fit_into_memory_is_refused(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     engine = start(1, settings(mesh="1"))
     little = patch.object(background, "memory", lambda: {"available_bytes": 1000})
     with little, pytest.raises(OSError, match=r"of which 1,000 are available; set checkpoint.asynchronous to false"):
         engine.save_checkpoint(folder)
     assert list(Path(folder).iterdir()) == []
     assert engine.save_checkpoint(folder) == engine.wait_for_checkpoint()
-
-
-def test_the_end_of_an_engine_raises_what_nobody_has_told(tmp_path: Path) -> None:
-    run_ranks(fail_before_the_end, 1, str(tmp_path))
-
-
-def test_a_copy_that_does_not_fit_into_memory_is_refused(tmp_path: Path) -> None:
-    run_ranks(save_with_little_memory, 1, str(tmp_path))
 
 
 # Kills.

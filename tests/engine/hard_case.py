@@ -43,11 +43,7 @@ class Trainer(Protocol):
         """The engine must refuse the action with a message, and be as before. Plain torch does not try it."""
 
     def breaks(self, action: Callable[[], object]) -> None:
-        """The action raises ``Broken``, and leaves nothing behind."""
-
-
-class Broken(Exception):
-    """What programs raise to be tested."""
+        """The action raises ``Interruption``, and leaves nothing behind."""
 
 
 Program = Callable[[Trainer], None]

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from hard_case import Block, Broken, Stack, Table, Trainer, loss_of, once
+from hard_case import Block, Stack, Table, Trainer, loss_of, once
+from run import Interruption
 
 CASES = Table()
 
@@ -91,7 +92,7 @@ class Breaking(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> Any:
-        raise Broken
+        raise Interruption
 
 
 class BreakingStack(Stack):
@@ -101,7 +102,7 @@ class BreakingStack(Stack):
     def run(self, h: torch.Tensor) -> torch.Tensor:
         for index, block in enumerate(self.blocks):
             if index == self.breaks_before:
-                raise Broken
+                raise Interruption
             if index == self.backward_breaks_before:
                 h = Breaking.apply(h)
             h = block(h)

@@ -15,7 +15,8 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
-from huggingface_models import MODELS, VOCABULARY
+from huggingface_models import MODELS, token_batches
+from models import next_token_loss
 from zeromesh.checkpoint.weights import export
 from zeromesh.shard.parameters import deferred
 
@@ -45,16 +46,6 @@ def adapted(model: nn.Module, kind: str, dtype: torch.dtype) -> Any:
     return peft.get_peft_model(model, options).to(dtype)
 
 
-def batches() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randint(0, VOCABULARY, (4, 8), generator=generator) for _ in range(STEPS)]
-
-
-def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:  # not the model's own, which is computed in fp32
-    logits = model(input_ids=tokens).logits
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-
 @cache
 def plain(folder: Path, kind: str) -> tuple[list[float], Any]:
     import transformers
@@ -63,8 +54,8 @@ def plain(folder: Path, kind: str) -> tuple[list[float], Any]:
     model = adapted(model, kind, torch.float64)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
     losses = []
-    for tokens in batches():
-        loss = loss_of(model, tokens)
+    for tokens in token_batches(STEPS):
+        loss = next_token_loss(model, tokens)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -91,8 +82,8 @@ def train(folder: Path, output: Path, kind: str, row: int, dtype: torch.dtype, d
     }
     engine = zeromesh.initialize(model=model, config=config)[0]
     losses = []
-    for tokens in batches():
-        loss = loss_of(engine, tokens.chunk(engine.data_size)[engine.data_rank])
+    for tokens in token_batches(STEPS):
+        loss = next_token_loss(engine, tokens.chunk(engine.data_size)[engine.data_rank])
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -152,7 +143,7 @@ def test_adapters_are_those_of_plain_peft(kind, row, deferring, folder, tmp_path
         assert base.keys() == untouched.keys()
         assert [name for name, value in untouched.items() if not torch.equal(base[name], value)] == []
     # What PEFT makes of the folder, and what is merged, compute the same.
-    tokens = batches()[0]
+    tokens = token_batches(STEPS)[0]
     base = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapters", autocast_adapter_dtype=False)
     merged = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
@@ -179,7 +170,7 @@ def test_adapters_of_experts_are_merged(tmp_path: Path) -> None:
     engine.save_16bit_model(tmp_path / "merged", merge_adapters=True)
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    tokens = batches()[0]
+    tokens = token_batches(STEPS)[0]
     with torch.no_grad():
         logits = engine(input_ids=tokens).logits
         torch.testing.assert_close(merged(tokens).logits, logits, rtol=1e-4, atol=1e-4)
@@ -209,7 +200,7 @@ def tied(output: Path) -> dict[str, torch.Tensor]:
     if torch.distributed.get_rank() == 0:
         MODELS["qwen3"].build().save_pretrained(output / "base")
     torch.distributed.barrier()
-    tokens, logits = batches()[0], {}
+    tokens, logits = token_batches(STEPS)[0], {}
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-1}},
@@ -222,7 +213,7 @@ def tied(output: Path) -> dict[str, torch.Tensor]:
             model = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", **options))
         engine = zeromesh.initialize(model=model, config=config)[0]
         for _ in range(2):
-            engine.backward(loss_of(engine, tokens))
+            engine.backward(next_token_loss(engine, tokens))
             engine.step()
         engine.save_16bit_model(output / kind / "merged", merge_adapters=True)
         engine.save_16bit_model(output / kind / "adapters")
@@ -239,7 +230,7 @@ def test_a_tied_embedding_that_adapters_take_apart_is_written_apart(tmp_path: Pa
     import transformers
 
     expected = run_ranks(tied, 2, tmp_path, timeout=LIMIT)[0]
-    make, tokens = transformers.AutoModelForCausalLM.from_pretrained, batches()[0]
+    make, tokens = transformers.AutoModelForCausalLM.from_pretrained, token_batches(STEPS)[0]
     for kind, logits in expected.items():
         merged = make(tmp_path / kind / "merged", dtype=torch.float32)
         adapted = peft.PeftModel.from_pretrained(

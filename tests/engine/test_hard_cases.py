@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 import zeromesh
-from hard_case import WIDTH, Broken, Case
+from hard_case import WIDTH, Case
 from hard_cases import CASES
 from harness import run_ranks
+from run import Interruption
 from zeromesh.shard.parameters import slots
 from zeromesh.shard.parameters.slots import Pool, Slot
 from zeromesh.shard.parameters.unit import State, Unit
@@ -96,7 +97,7 @@ class WithEngine(Worker):  # the engine; ``plainly``: by the lines that plain to
             action()
 
     def breaks(self, action: Callable[[], object]) -> None:
-        with pytest.raises(Broken):
+        with pytest.raises(Interruption):
             action()
 
 

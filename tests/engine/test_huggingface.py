@@ -15,6 +15,7 @@ import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS, PAGE, VOCABULARY, Batch, Model, page, tokens
 from run import configuration, plain_step, train_step, whole_state
+from tensor_models import share
 from zeromesh.shard.parameters import deferred
 
 RANKS = 2
@@ -32,11 +33,6 @@ Result = tuple[list[float], dict[str, torch.Tensor]]
 def batches(model: Model) -> list[Batch]:
     generator = torch.Generator().manual_seed(5)
     return [model.batch(generator) for _ in range(STEPS)]
-
-
-def share(batch: Batch, rank: int, ranks: int, dtype: torch.dtype) -> Batch:
-    cut = {name: tensor.chunk(ranks)[rank] for name, tensor in batch.items()}
-    return {name: part.to(dtype) if part.is_floating_point() else part for name, part in cut.items()}
 
 
 def as_it_is(model: Any) -> None:
@@ -94,10 +90,6 @@ def config(row: int, **further: Any) -> dict[str, Any]:
     return configuration(micro=2, optimizer={"type": "AdamW", "params": OPTIMIZER}, stage=row) | further
 
 
-def state(engine: Any) -> dict[str, torch.Tensor]:
-    return whole_state(engine.module)
-
-
 def train(
     name: str, row: int, change: Callable[[Any], None] = as_it_is, init: bool = False, make: Any = build, **further: Any
 ) -> tuple[list[str], Result]:
@@ -112,7 +104,7 @@ def train(
         batch = share(batch, engine.data_rank, engine.data_size, case.dtype)
         losses.append(train_step(engine, engine(**batch, **case.arguments).loss))
     # ----
-    result = [unit.name for unit in engine.sharded.units[1:]], (losses, state(engine))
+    result = [unit.name for unit in engine.sharded.units[1:]], (losses, whole_state(engine.module))
     engine.destroy()
     return result
 

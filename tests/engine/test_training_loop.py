@@ -427,7 +427,10 @@ def test_containers_among_the_inputs_stay_what_they_are() -> None:
     assert taken(around)[0].dtype is torch.bfloat16
 
 
-def model_output_in_a_forward(row: int) -> None:
+@on_ranks(1)
+def test_outputs_of_hugging_face_models_among_the_inputs_stay_what_they_are() -> None:
+    pytest.importorskip("transformers")
+    row = 3
     from transformers.modeling_outputs import BaseModelOutput
 
     engine = zeromesh.initialize(Taken(), config=config(row, optimizer=ADAMW, bf16={"enabled": True}))[0]
@@ -441,11 +444,6 @@ def model_output_in_a_forward(row: int) -> None:
     assert given[0].dtype is torch.float32
     engine(given=found)
     assert engine.module.given is found
-
-
-def test_outputs_of_hugging_face_models_among_the_inputs_stay_what_they_are() -> None:
-    pytest.importorskip("transformers")
-    run_ranks(model_output_in_a_forward, 1, 3)
 
 
 class Frozen(nn.Module):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeromesh
 from harness import on_ranks, run_ranks
-from run import optimizer_of, start_engine, train_step
+from run import Interruption, optimizer_of, start_engine, train_step
 from zeromesh.shard.optim.bound import PartHook
 
 RANKS = 2
@@ -443,10 +443,6 @@ def test_frozen_parameters_are_neither_lost_with_a_view_nor_kept_from_being_load
     state = engine.gathered_state_dict()
     found["all is loaded"] = all(torch.equal(state[name], value) for name, value in start_state.items())
     assert found == dict.fromkeys(found, True)
-
-
-class Interruption(Exception):
-    pass
 
 
 def raise_in_backward(engine: zeromesh.Engine) -> None:

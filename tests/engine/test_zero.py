@@ -252,10 +252,6 @@ def start(model: nn.Module, row: int, **config: Any) -> Any:
     return zeromesh.initialize(model=model, config={**CONFIG, "zero_optimization": {"stage": row}, **config})[0]
 
 
-def gathered(engine: Any) -> dict[str, torch.Tensor]:
-    return whole_parameters(engine.module)
-
-
 class Blocks(nn.Module):
     """A stack whose head is tied to its embedding, with a bias of its own; what ``meta`` needs is there."""
 
@@ -286,12 +282,12 @@ def build_in(how: str, row: int, large: int) -> dict[str, torch.Tensor]:
                 model = Blocks()
     with patch.object(materialise, "_is_of_transformers", return_value=True):  # ``Blocks`` sets no values of its own
         engine = start(model, row, seed=7)
-    found = gathered(engine)
+    found = whole_parameters(engine.module)
     assert all(parameter.dtype == torch.float32 for parameter in found.values())
     for step in range(2):
         batch = torch.randint(40, (2, 5), generator=torch.Generator().manual_seed(2 * step + engine.data_rank))
         train_step(engine, engine(batch))
-    found |= {f"trained/{name}": value for name, value in gathered(engine).items()}
+    found |= {f"trained/{name}": value for name, value in whole_parameters(engine.module).items()}
     return found | {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
 
 

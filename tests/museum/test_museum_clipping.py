@@ -1,6 +1,5 @@
 """Norms, clipping and 16 bits: silent errors of other systems, and that ours are those of one process."""
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 import zeromesh
 from harness import run_ranks
-from museum import Weights, gap, require, start, weights_of, whole
+from museum import Weights, gap, require, results_by_name, start, weights_of, whole
 from run import train_step
 
 CLIP = 0.05
@@ -150,12 +149,6 @@ def in_buckets() -> list[tuple[float | None, Weights]]:
     return found
 
 
-@cache
-def two_ranks() -> dict[str, list[Any]]:
-    by_rank = run_ranks(program, 2)
-    return {name: [of_rank[name] for of_rank in by_rank] for name in by_rank[0]}
-
-
 def program() -> dict[str, Any]:
     return {
         "clipped": {name: clipped(stage, mesh) for name, (stage, mesh) in MESHES.items()},
@@ -190,7 +183,7 @@ def plain_clipping(
 
 def test_a_norm_counts_what_several_ranks_hold_once() -> None:
     right, _ = plain_clipping(1)
-    for found in two_ranks()["clipped"]:
+    for found in results_by_name(program)["clipped"]:
         for name in ("replicas", "replicas of shards"):
             require(found[name][0], right, 2**0.5 * right)  # of two ranks that each have all of it
 
@@ -199,7 +192,7 @@ def test_a_norm_is_that_of_all_shards() -> None:
     right, weights = plain_clipping(1)
     parts = [p.grad.flatten().chunk(2)[0] for p in _with_gradients()]
     local = float(torch.cat(parts).norm())
-    for found in two_ranks()["clipped"]:
+    for found in results_by_name(program)["clipped"]:
         for name in ("shards of states", "shards"):
             require(found[name][0], right, local)
             require(found[name][1], weights, plain_clipping(1, clip=CLIP * right / local)[1])
@@ -216,7 +209,7 @@ def test_the_constant_of_the_clipping_factor_is_added_once() -> None:
     _, wrong = plain_clipping(1, scale=1e-5, clip=1e-6, constant=2e-6)  # once on each rank
     before = weights_of(net())
     moved = {name: (right[name] - before[name]) * 1e6 for name in before}
-    for _, weights in two_ranks()["tiny"]:
+    for _, weights in results_by_name(program)["tiny"]:
         found = {name: (weights[name] - before[name]) * 1e6 for name in before}
         require(found, moved, {name: (wrong[name] - before[name]) * 1e6 for name in before}, limit=1e-7)
 
@@ -224,26 +217,26 @@ def test_the_constant_of_the_clipping_factor_is_added_once() -> None:
 def test_a_norm_is_taken_of_the_mean_and_not_of_the_parts() -> None:
     first, second = torch.tensor([1.0, 3.0]), torch.tensor([2.0, 1.0])
     right, wrong = float((first + second).norm()) / 2, float(first.norm() + second.norm()) / 2
-    for found in two_ranks()["opposite"]:
+    for found in results_by_name(program)["opposite"]:
         require(found, right, wrong)
 
 
 def test_the_sum_of_the_micro_batches_is_clipped_and_nothing_before() -> None:
     _, right = plain_clipping(4)
     _, wrong = plain_clipping(4, each=True)
-    for found in two_ranks()["clipped"]:
+    for found in results_by_name(program)["clipped"]:
         for name in MESHES:
             require(found[name][1], right, wrong)
 
 
 def test_clipping_of_torch_clips_or_raises() -> None:
-    for replicated, sharded in two_ranks()["torch's"]:
+    for replicated, sharded in results_by_name(program)["torch's"]:
         assert float(replicated) <= 1e-9
         assert "zeromesh.clip_grad_norm_" in sharded or "safe_get_full_grad" in sharded
 
 
 def test_norm_and_clipping_do_not_know_the_loss_scale() -> None:
-    found = two_ranks()["fp16"][0]
+    found = results_by_name(program)["fp16"][0]
     assert [skipped for _, _, skipped, _ in found] == [True, True, False, False]  # 2^17 and 2^16 are beyond fp16
     scale = 2.0**15
     for number, (norm, change, skipped, _) in enumerate(found):
@@ -253,7 +246,7 @@ def test_norm_and_clipping_do_not_know_the_loss_scale() -> None:
 
 
 def test_a_skipped_update_does_not_move_the_schedule() -> None:
-    for found in two_ranks()["fp16"]:
+    for found in results_by_name(program)["fp16"]:
         require([rates[0] for *_, rates in found], [1.0, 1.0, 0.5, 0.25], [0.5, 0.25, 0.125, 0.0625])
 
 
@@ -262,7 +255,7 @@ def test_micro_batches_are_added_in_fp32() -> None:
     narrow = torch.zeros((), dtype=torch.bfloat16)
     for gradient in gradients:
         narrow += gradient
-    for found in two_ranks()["accumulated"]:
+    for found in results_by_name(program)["accumulated"]:
         require(found, -sum(gradients) / 4, -float(narrow) / 4)
 
 
@@ -270,19 +263,19 @@ def test_updates_below_the_resolution_of_16_bits_add_up() -> None:
     narrow = torch.ones((), dtype=torch.bfloat16)
     for _ in range(8):
         narrow -= 2.0**-10
-    for found in two_ranks()["small updates"]:
+    for found in results_by_name(program)["small updates"]:
         require(found, 1 - 8 * 2.0**-10, float(narrow))
 
 
 def test_a_layer_that_thaws_is_reduced_in_the_dtype_of_the_others() -> None:
     narrow = torch.tensor(THAWED[0], dtype=torch.bfloat16) + THAWED[1]
-    for found in two_ranks()["thawed"]:
+    for found in results_by_name(program)["thawed"]:
         for stage in (0, 2, 3):
             require(found[stage], -sum(THAWED) / 2, -float(narrow) / 2)
 
 
 def test_gradients_do_not_depend_on_the_buckets_that_they_travel_in() -> None:
-    for found in two_ranks()["buckets"]:
+    for found in results_by_name(program)["buckets"]:
         for other in found[1:]:
             assert gap(other, found[0]) == 0.0
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import zeromesh
 from harness import on_ranks
-from run import adamw, configuration, train_step
+from run import adamw, configuration
 from zeromesh import zero
 from zeromesh.deepspeed import local_states
 from zeromesh.shard.store.early import EarlyUpdates
@@ -293,10 +293,12 @@ def test_writes_in_place_to_what_rests_on_disk_are_refused(of: str, tmp_path: Pa
         def write_and_step(program: Mesh = program, write: Callable[[torch.Tensor], object] = write) -> None:
             for tensor in getattr(program, of):
                 write(tensor)
-            train_step(program, 2)
+            program.backward(2)
+            program.step()
 
         for number in range(2):
-            train_step(program, number)
+            program.backward(number)
+            program.step()
         with pytest.raises(RuntimeError, match=error):
             write_and_step()
         program.engine.destroy()

@@ -42,6 +42,12 @@ FP32_GRADIENT = "its norms or scans run in fp32, where the weight gradient is su
 FP32_EXPERTS = "the grouped matrix product of its experts exists for fp32 and lower precision only"
 
 
+def token_batches(steps: int) -> list[torch.Tensor]:
+    """Return so many batches of four texts."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(0, VOCABULARY, (SAMPLES, LENGTH), generator=generator) for _ in range(steps)]
+
+
 @dataclass(frozen=True)
 class Model:
     """One architecture.

@@ -56,6 +56,12 @@ def train_step(engine: Any, loss: torch.Tensor) -> float:
     return loss.item()
 
 
+def train_on_tokens(engine: Any, tokens: torch.Tensor) -> float:
+    """Train a Hugging Face model by this rank's part of a global batch, and return its loss."""
+    mine = tokens.chunk(engine.data_size)[engine.data_rank]
+    return train_step(engine, engine(input_ids=mine, labels=mine).loss)
+
+
 def plain_step(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> float:
     """Train by one batch in plain torch, and return its loss; gradients are those of this batch."""
     optimizer.zero_grad()
@@ -74,3 +80,7 @@ def whole_state(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return a copy of the state with whole parameters, on each rank. Collective."""
     with zeromesh.zero.GatheredParameters(list(module.parameters())):
         return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+class Interruption(Exception):
+    """What tests raise inside of a program."""

@@ -125,6 +125,17 @@ def batches(name: str) -> list[Batch]:
     return [MODELS[name].batch(generator) for _ in range(STEPS)]
 
 
+def token_pair(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens and the labels of a step."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, 24, (4, 8), generator=generator), torch.randint(0, 24, (4, 8), generator=generator)
+
+
+def tensor_bytes(report: dict[str, Any]) -> int:
+    """Return the bytes that a report of traffic has for the tensor axis."""
+    return sum(row["bytes"] for kind, row in report.items() if kind.endswith("/tensor"))
+
+
 def share(batch: Batch, number: int, shares: int, dtype: torch.dtype) -> Batch:
     cut = {name: tensor.chunk(shares)[number] for name, tensor in batch.items()}
     return {name: part.to(dtype) if part.is_floating_point() else part for name, part in cut.items()}

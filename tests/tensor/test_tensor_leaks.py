@@ -29,16 +29,6 @@ WIDTH = 16
 Code = Callable[[Tensor], Any]
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return 2 * gradient
-
-
 @torch.jit.script
 def scripted(x: Tensor) -> Tensor:
     return x / x.norm()

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
+from commands import call, logged_losses, write_config
 from harness import run_command, run_ranks
-from zeromesh.apps.cli.main import app
 from zeromesh.apps.plan.machine.cluster import Device, LinkSpeed, Machine, Node
-from zeromesh.apps.train.metrics import read_metrics
 from zeromesh.apps.train.run_report import WORTH
 from zeromesh.apps.train.train_run import train
 from zeromesh.base.machine import MACHINE
@@ -37,10 +35,7 @@ def config(corpus: Path, folder: Path, **changes: Any) -> Path:
         "run": {"steps": 3, "output": str(folder / "run"), "log_every": 1},
         **changes,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "config.json"
-    path.write_text(json.dumps(settings))
-    return path
+    return write_config(folder, settings)
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +47,6 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("machine") / "machine.json"
     Machine(((Node(device, 2, link, link, 1e11, 1e10, 2), 1),), link, "small").save(path)
     return str(path)
-
-
-def losses(run: Path) -> list[float]:
-    return [record["loss"] for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "train"]
 
 
 def chosen(run: Path) -> dict[str, Any]:
@@ -73,7 +64,7 @@ def train_on(machine: str, path: Path, overrides: list[str], resume: bool = Fals
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(MACHINE, machine)
         arguments = [argument for override in overrides for argument in ("--set", override)]
-        result = CliRunner().invoke(app, ["train", str(path), *arguments, *(["--resume"] if resume else [])])
+        result = call("train", path, *arguments, *(["--resume"] if resume else []))
     logger.removeHandler(handler)
     logger.setLevel(logging.NOTSET)
     assert result.exit_code == 0, result.output
@@ -95,7 +86,7 @@ def test_a_run_whose_layout_is_planned_is_that_with_the_layout_written_out(
     assert (zero["stage"], zero["offload_optimizer"]["device"]) != (0, "none")
     run_ranks(train, ranks, config(corpus, tmp_path / "written", **found), [], resume=False)
     written = tmp_path / "written" / "run"
-    assert losses(tmp_path / "auto" / "run") == losses(written)
+    assert logged_losses(tmp_path / "auto" / "run") == logged_losses(written)
     # Without a file the machine would have to be measured, for longer than the run took.
     assert json.loads((written / "report.json").read_text())["prediction"] is None
     assert f"none, as the steps took less than {WORTH:.0f} s" in (written / "report.md").read_text()
@@ -121,7 +112,7 @@ def test_a_resumed_run_keeps_its_layout_whatever_the_machine_is_now(corpus: Path
     said = train_on(str(tmp_path / "gone.json"), path, ["run.steps=4"], resume=True)
     assert 'what is "auto" is as it was in the run' in said
     assert chosen(tmp_path / "run") == before
-    assert len(losses(tmp_path / "run")) == 4
+    assert len(logged_losses(tmp_path / "run")) == 4
 
 
 def test_the_report_shows_what_was_foreseen_beside_what_was_measured(

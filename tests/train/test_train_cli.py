@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
+from commands import call, write_config
 from harness import run_command, run_ranks
 from zeromesh.apps.cli.main import app
 from zeromesh.apps.train.architectures.decoder import Decoder
@@ -61,14 +62,7 @@ def config(corpus: Path, folder: Path, **changes: Any) -> Path:
             settings[section] = settings.get(section, {}) | change
         else:
             settings[section] = change
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "config.json"
-    path.write_text(json.dumps(settings))
-    return path
-
-
-def call(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return write_config(folder, settings)
 
 
 @pytest.fixture(scope="module")
