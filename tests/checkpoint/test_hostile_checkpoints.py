@@ -19,6 +19,7 @@ import foreign_checkpoints as foreign
 import zeromesh
 from mutations import mutated
 from runs import seed_everything
+from zeromesh import Settings
 from zeromesh.apps.launch.signed_rendezvous import read_secret
 from zeromesh.apps.plan.cost.source import configuration_of
 from zeromesh.apps.plan.machine.cluster import Machine
@@ -34,7 +35,6 @@ from zeromesh.checkpoint.formats.form import Contents, StoredRange, whole
 from zeromesh.checkpoint.formats.pickles import Inert, read_tensors
 from zeromesh.checkpoint.manifest import MANIFEST, signed
 from zeromesh.checkpoint.weights.pretrained import build
-from zeromesh.config.settings import Settings
 from zeromesh.parallel.pipeline.schedule.schedule_files import read_costs
 
 pytestmark = pytest.mark.usefixtures("one_rank")

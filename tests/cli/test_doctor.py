@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from commands import call
 from harness import run_command, run_ranks
+from zeromesh import Environment
 from zeromesh.apps.cli import doctor as module
 from zeromesh.apps.cli import machine_file
 from zeromesh.apps.cli.doctor import doctor
@@ -18,7 +19,7 @@ from zeromesh.apps.plan.machine import speed
 from zeromesh.apps.plan.machine.cluster import Machine
 from zeromesh.base import machine as observed
 from zeromesh.comm import link_speeds
-from zeromesh.comm.environment import VARIABLES, Environment, device_of_group
+from zeromesh.comm.environment import VARIABLES, device_of_group
 
 COMMAND = ["-m", "zeromesh.apps.cli.main", "doctor"]
 

@@ -16,11 +16,12 @@ import torch.distributed as dist
 
 from harness import RankFailure, on_ranks, run_ranks
 from run import Interruption
+from zeromesh import Mesh
 from zeromesh.base.kernels.native import library
 from zeromesh.comm import local
 from zeromesh.comm.collectives import Group, PeerLost
 from zeromesh.comm.local import LocalGroup, Transport, transport
-from zeromesh.comm.mesh import Links, Mesh
+from zeromesh.comm.mesh import Links
 from zeromesh.comm.ordered_sums import accumulate
 from zeromesh.comm.traffic import Traffic
 

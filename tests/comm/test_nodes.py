@@ -19,14 +19,14 @@ import zeromesh
 from harness import on_ranks, run_command, run_ranks
 from run import adam, start_engine, train_step
 from test_collectives import in_order, values
-from zeromesh.comm.mesh import Links, Mesh
+from zeromesh import Mesh, Settings
+from zeromesh.comm.mesh import Links
 from zeromesh.comm.message_formats import BLOCK, FORMATS
 from zeromesh.comm.ordered_sums import CHUNK
 from zeromesh.comm.second_step import SecondSteps, _OnStream
 from zeromesh.comm.topology import Topology
 from zeromesh.comm.traffic import Traffic
 from zeromesh.config.errors import ConfigError
-from zeromesh.config.settings import Settings
 
 CPU = torch.device("cpu")
 LENGTH = 7

@@ -17,17 +17,10 @@ import torch
 import torch.distributed as dist
 
 from harness import free_port, on_ranks, run_command, run_ranks
+from zeromesh import Environment, init_distributed
 from zeromesh.comm import environment as module
 from zeromesh.comm import interface, peers
-from zeromesh.comm.environment import (
-    VARIABLES,
-    Environment,
-    StartError,
-    default_backend,
-    device_for,
-    init_distributed,
-    shutdown,
-)
+from zeromesh.comm.environment import VARIABLES, StartError, default_backend, device_for, shutdown
 from zeromesh.comm.peers import Peer, with_topology
 from zeromesh.comm.rendezvous import reach, start_limit
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from commands import call
+from zeromesh import Settings
 from zeromesh.apps.cli.main import WRONG_INPUT
 from zeromesh.config.adopt import adopt, warn_of
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.optimizer_names import EXACT_OPTIMIZERS
-from zeromesh.config.settings import Settings, entries
+from zeromesh.config.settings import entries
 from zeromesh.config.special_keys import EXACT, RENAMED, look_up
 
 CONFIGS = Path(__file__).parent / "configs"

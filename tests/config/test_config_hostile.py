@@ -12,10 +12,11 @@ from torch import nn
 
 import zeromesh
 from commands import call
+from zeromesh import Settings
 from zeromesh.apps.cli.main import WRONG_INPUT
 from zeromesh.apps.train.check import check
 from zeromesh.config.errors import ConfigError
-from zeromesh.config.settings import Settings, entries
+from zeromesh.config.settings import entries
 
 
 def nested(depth: int, container: type) -> Any:

@@ -17,8 +17,8 @@ from torch import nn
 from harness import run_ranks
 from huggingface_models import GROUPED, LAYERS, MODELS, SPECIAL, USUAL, VOCABULARY, Model, text, without_dropout
 from test_context import fake
+from zeromesh import Mesh
 from zeromesh.apps.train.architectures.decoder import Decoder
-from zeromesh.comm.mesh import Mesh
 from zeromesh.config.train import ModelShape
 from zeromesh.parallel.activation.checkpoint import checkpoint_modules
 from zeromesh.parallel.context.applied import SpreadSequences, Unsupported

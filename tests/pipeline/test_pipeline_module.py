@@ -21,11 +21,11 @@ from compare import require_close
 from harness import on_ranks, run_ranks
 from heap import Heap
 from run import adamw, configuration, sgd, start_engine
+from zeromesh import Settings
 from zeromesh.base.loader import Position
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.checkpoint.weights import pretrained
 from zeromesh.checkpoint.weights.weight_files import FileTensor
-from zeromesh.config.settings import Settings
 from zeromesh.engine.pipeline_module import settings_of
 from zeromesh.parallel.pipeline.runtime.cut import examine, take_away
 from zeromesh.pipe import LayerSpec, PipelineModule, TiedLayerSpec

@@ -15,9 +15,9 @@ import zeromesh
 from harness import run_ranks
 from run import configuration
 from test_pipeline import ADAMW, SAMPLES, batches, build, cross_entropy
+from zeromesh import Settings
 from zeromesh.base.spans import Clock
 from zeromesh.config.errors import ConfigError
-from zeromesh.config.settings import Settings
 from zeromesh.parallel.pipeline.runtime.record import Recorded, Recorder, gather
 from zeromesh.parallel.pipeline.schedule.actions import COMPUTE, Action, Kind, parse
 from zeromesh.parallel.pipeline.schedule.execution import dependencies, most_held_by_rank

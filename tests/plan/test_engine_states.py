@@ -10,13 +10,13 @@ import torch
 import zeromesh
 from harness import on_ranks
 from models import Stack
+from zeromesh import Settings
 from zeromesh.apps.plan.choose.layout_documents import layout_from
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
 from zeromesh.apps.plan.cost.cost import Divided, ModelCost, UnitCost
 from zeromesh.apps.plan.predict.rank_memory import memory_of
 from zeromesh.base.placement import ROWS, PlacementRow, Tier
 from zeromesh.comm.ordered_sums import SumPlace
-from zeromesh.config.settings import Settings
 from zeromesh.shard import sizes
 from zeromesh.shard.sharded import ShardedModel
 from zeromesh.shard.store import swap

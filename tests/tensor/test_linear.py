@@ -10,10 +10,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from harness import on_ranks, run_ranks
+from zeromesh import Mesh
 from zeromesh.base import linear_arithmetic as linear
 from zeromesh.base.linear_arithmetic import Columns, multiply
 from zeromesh.comm.collectives import Group
-from zeromesh.comm.mesh import Mesh
 from zeromesh.parallel.tensor.split_linear import enter, leave
 
 SEQUENCE, WIDTH, INNER = 4, 6, 8

@@ -11,9 +11,8 @@ import zeromesh
 from harness import on_ranks, run_ranks
 from huggingface_models import MODELS
 from test_tensor_rules import LIMIT, STEPS, assert_close, batch, config, gpt2, llama, trained, whole
-from zeromesh.comm.mesh import Mesh
+from zeromesh import Mesh, no_decay_groups
 from zeromesh.parallel.head.linear_cross_entropy import Vocabulary, linear_cross_entropy
-from zeromesh.shard.optim.groups import no_decay_groups
 
 # 6: the maximum is that of all ranks.
 

@@ -14,10 +14,9 @@ import zeromesh
 from harness import on_ranks, run_ranks
 from huggingface_models import GPT2, GROUPED, SPECIAL, USUAL
 from run import configuration, train_on_tokens, train_step, whole_state
-from zeromesh.config.settings import Settings
+from zeromesh import Settings, no_decay_groups
 from zeromesh.engine.initialize import model_layout as layout
 from zeromesh.parallel.follow.token_check import TokenCheck
-from zeromesh.shard.optim.groups import no_decay_groups
 from zeromesh.shard.parameters import deferred
 
 LIMIT = 120

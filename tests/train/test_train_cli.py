@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 from commands import call, write_config
 from harness import run_command, run_ranks
+from zeromesh import Settings
 from zeromesh.apps.cli.main import app
 from zeromesh.apps.train.architectures.decoder import Decoder
 from zeromesh.apps.train.check import check, require_unchanged
@@ -24,7 +25,6 @@ from zeromesh.apps.train.metrics import read_metrics
 from zeromesh.apps.train.run_folder import RunFolder
 from zeromesh.apps.train.screen import shown_log
 from zeromesh.apps.train.train_run import train
-from zeromesh.config.settings import Settings
 
 STEPS = 6
 

@@ -15,11 +15,11 @@ from torch import nn
 
 import zeromesh
 from test_train_cli import call, config
+from zeromesh import Engine
 from zeromesh.apps.train.goodput import read_times
 from zeromesh.apps.train.run_folder import RunFolder
 from zeromesh.checkpoint import save
 from zeromesh.comm.environment import shutdown
-from zeromesh.engine.engine import Engine
 
 TRAIN = [sys.executable, "-m", "zeromesh.apps.cli.main"]
 

@@ -15,12 +15,12 @@ import zeromesh
 from commands import call
 from harness import on_ranks
 from verifying import Net, net_and_batch
+from zeromesh import Settings
 from zeromesh.apps.verify.plain_training import PlainStep
 from zeromesh.apps.verify.ranks import Finding
 from zeromesh.apps.verify.rows import SampleRows
 from zeromesh.apps.verify.small_layout import small_layout
 from zeromesh.apps.verify.verification_report import Report, TrialReport, Verdict
-from zeromesh.config.settings import Settings
 
 CONFIG: dict[str, Any] = {
     "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
