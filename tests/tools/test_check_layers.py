@@ -90,7 +90,7 @@ def test_every_never_is_seen(tmp_path: Path) -> None:
     nevers = [(room, other) for room in below for other in wanted.get(room, set()) | {"doors"}]
     assert {(room, other) for room, others in tool.NEVERS.items() for other in others} == set(nevers)
     for importing, imported in nevers:
-        (problem,) = broken(tool, tmp_path / f"{importing}-{imported}", importing, imported)
+        (problem,) = broken(tmp_path / f"{importing}-{imported}", importing, imported)
         assert problem.endswith(f": {importing} never imports {imported}")
 
 
@@ -98,7 +98,7 @@ def test_arrows_between_rooms_point_down(tmp_path: Path) -> None:
     assert set(MODULES) == set(tool.DEPTH)
     for importing in MODULES:
         for imported in MODULES:
-            problems = broken(tool, tmp_path / f"{importing}-{imported}", importing, imported)
+            problems = broken(tmp_path / f"{importing}-{imported}", importing, imported)
             visits = (importing, imported) == ("apps", "doors")
             down = tool.DEPTH[importing] < tool.DEPTH[imported] and imported not in tool.NEVERS.get(importing, ())
             assert (not problems) == (down or visits or importing == imported), (importing, imported, problems)

@@ -32,7 +32,7 @@ def problems_of(root: Path, text: str, name: str = "some/file.py") -> list[str]:
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_what_unpickles_is_refused(tmp_path: Path, text: str) -> None:
-    (line,) = problems_of(tool, tmp_path, text)
+    (line,) = problems_of(tmp_path, text)
     assert REFUSED[text] in line
 
 
@@ -40,21 +40,21 @@ def test_what_unpickles_is_refused(tmp_path: Path, text: str) -> None:
     "text", ["torch.load(path, map_location='cpu', weights_only=True)", "json.loads(data)", "hvd.broadcast_object(x)"]
 )
 def test_what_unpickles_nothing_is_accepted(tmp_path: Path, text: str) -> None:
-    assert problems_of(tool, tmp_path, text) == []
+    assert problems_of(tmp_path, text) == []
 
 
 def test_a_file_of_the_list_may_use_its_own_function_only(tmp_path: Path) -> None:
-    assert problems_of(tool, tmp_path, "pickle.loads(call)", "comm/rank.py") == []
-    assert len(problems_of(tool, tmp_path, "dist.all_gather_object(out, mine)", "comm/rank.py")) == 1
+    assert problems_of(tmp_path, "pickle.loads(call)", "comm/rank.py") == []
+    assert len(problems_of(tmp_path, "dist.all_gather_object(out, mine)", "comm/rank.py")) == 1
 
 
 @pytest.mark.parametrize(
     "text", ["found = 1", "for one in ():\n    pass", "def f(given): ...", "x = [own for own in ()]"]
 )
 def test_names_that_say_nothing_may_not_become_more(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert problems_of(tool, tmp_path, text) == []
+    assert problems_of(tmp_path, text) == []
     monkeypatch.setitem(tool.MOST, "names that do not say what they hold", 0)
-    (line,) = problems_of(tool, tmp_path, text)
+    (line,) = problems_of(tmp_path, text)
     assert "does not say what it holds" in line
 
 
@@ -67,7 +67,7 @@ def test_names_that_say_nothing_may_not_become_more(tmp_path: Path, text: str, m
     ],
 )
 def test_a_key_that_a_text_names_must_exist(tmp_path: Path, text: str, key: str) -> None:
-    (line,) = problems_of(tool, tmp_path, f"print({text})")
+    (line,) = problems_of(tmp_path, f"print({text})")
     assert f"{key} is no key of the configuration" in line
 
 
@@ -80,7 +80,7 @@ def test_a_key_that_a_text_names_must_exist(tmp_path: Path, text: str, key: str)
     ],
 )
 def test_keys_files_modules_and_calls_are_no_unknown_keys(tmp_path: Path, text: str) -> None:
-    assert problems_of(tool, tmp_path, f"print({text})") == []
+    assert problems_of(tmp_path, f"print({text})") == []
 
 
 def package(root: Path, files: dict[str, str]) -> Path:
