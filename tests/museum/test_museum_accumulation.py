@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import zeromesh
 from harness import run_ranks
 from museum import Weights, in_float64, require, results_by_name, start, weights_of, whole
+from run import train_step
 from zeromesh.apps.train.data.ordered_loader import NO_LABEL, Batch
 from zeromesh.apps.train.run_loss import weighted
 
@@ -82,8 +83,7 @@ def without_sync() -> list[Weights]:
         first, last = own(2)
         with engine.no_sync():
             engine.backward(loss_of(engine, *first))
-        engine.backward(loss_of(engine, *last))
-        engine.step()
+        train_step(engine, loss_of(engine, *last))
         found.append(whole(engine))
     return found
 
@@ -240,8 +240,7 @@ def train_detours() -> dict[int, Weights]:
         engine = zeromesh.initialize(model=detour(), config=settings | {"train_micro_batch_size_per_gpu": 2})[0]
         for x, uses in zip(sides(), USES, strict=True):
             rank = dist.get_rank()
-            engine.backward(engine(x.chunk(2)[rank], uses[rank]))
-            engine.step()
+            train_step(engine, engine(x.chunk(2)[rank], uses[rank]))
         found[stage] = whole(engine)
     return found
 

@@ -11,6 +11,7 @@ import zeromesh
 import zeromesh.deepspeed as deepspeed
 from harness import run_ranks
 from museum import FAR, LIMIT, Weights, gap, in_float64, require, start, weights_of, whole
+from run import train_step
 
 WORDS, BEFORE, AFTER = 7, 3, 2
 """Updates before the checkpoint, and after it."""
@@ -61,8 +62,7 @@ def advance(engine: zeromesh.Engine, first: int, updates: int) -> tuple[Weights,
     rates = []
     for step in range(first, first + updates):
         rates.append(engine.get_lr()[0])
-        engine.backward(engine(ids(step).chunk(engine.data_size)[engine.data_rank]))
-        engine.step()
+        train_step(engine, engine(ids(step).chunk(engine.data_size)[engine.data_rank]))
     return whole(engine), rates
 
 
@@ -96,14 +96,12 @@ def masters(folder: str) -> tuple[Weights, Weights]:
     settings = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
     engine = start(model, lr=2.0, **settings)
     for step in range(2):
-        engine.backward(engine(ids(step).chunk(2)[dist.get_rank()]).float())
-        engine.step()
+        train_step(engine, engine(ids(step).chunk(2)[dist.get_rank()]).float())
     engine.save_checkpoint(folder)
     kept = masters_of(engine)
     other = start(in_float64(Tied).float().apply(_away), lr=1e-6, **settings)
     other.load_checkpoint(folder, load_module_only=True)
-    other.backward(other(ids(9).chunk(2)[dist.get_rank()]).float())
-    other.step()
+    train_step(other, other(ids(9).chunk(2)[dist.get_rank()]).float())
     return kept, masters_of(other)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import zeromesh
 from museum import Weights, require, results_of, weights_of, whole
+from run import train_step
 from zeromesh.shard.optim.schedules import build
 
 RATES = (0.1, 0.2)
@@ -84,8 +85,7 @@ def scheduled() -> list[float]:
     found = []
     for number in range(8):
         found += engine.get_lr() if number % 2 else []
-        engine.backward(engine(rows(number)[:2]).square().mean())
-        engine.step()
+        train_step(engine, engine(rows(number)[:2]).square().mean())
     return found
 
 
@@ -97,8 +97,7 @@ def first_of_adam(offloaded: bool) -> Weights:
         "optimizer": {"type": "AdamW", "params": ADAM}, "units": ["Linear"],
     }  # fmt: skip
     engine = zeromesh.initialize(model=net(), config=settings)[0]
-    engine.backward(engine(rows(0).chunk(2)[dist.get_rank()]).square().mean())
-    engine.step()
+    train_step(engine, engine(rows(0).chunk(2)[dist.get_rank()]).square().mean())
     return whole(engine)
 
 

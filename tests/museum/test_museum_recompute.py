@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models import Layers, Parted
 from museum import Weights, gap, require, results_of, start
+from run import train_step
 
 KINDS = {
     "dropout": lambda: nn.Dropout(0.4),
@@ -32,8 +33,7 @@ SAMPLES = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().man
 def train(kind: str) -> Weights:
     engine = start(build(kind), activation_checkpointing={"enabled": True}, zero_optimization={"stage": 3})
     torch.manual_seed(2)
-    engine.backward(engine(SAMPLES))
-    engine.step()
+    train_step(engine, engine(SAMPLES))
     return engine.state_dict()
 
 
@@ -64,8 +64,7 @@ def packed() -> Packed:
 def train_packed() -> tuple[float, Tensor, Tensor]:
     engine = start(packed(), zero_optimization={"stage": 3})
     loss = engine(SAMPLES[:, :2])
-    engine.backward(loss)
-    engine.step()
+    train_step(engine, loss)
     state = engine.state_dict()
     return float(loss.detach()), state["packed"].view(torch.int16), state["bytes"].view(torch.int16)
 

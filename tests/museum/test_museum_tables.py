@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import zeromesh
 from museum import Weights, require, results_by_name, start
+from run import sgd, start_engine, train_step
 
 ROWS, LR, EPS = 7, 0.5, 1e-10
 """So many rows that ranks have different numbers of them."""
@@ -80,21 +81,19 @@ def train(kind: str, optimizer: str, stage: int) -> tuple[float, Weights]:
     settings = {"type": optimizer, "params": params}
     engine = start(build(kind), optimizer=settings, zero_optimization={"stage": stage})
     loss = engine(IDS.chunk(2)[engine.data_rank])
-    engine.backward(loss)
-    engine.step()
+    train_step(engine, loss)
     return float(loss.detach()), engine.state_dict()
 
 
 def train_split() -> Weights:
-    settings = {
-        "train_batch_size": 2,
-        "mesh": {"tensor": 2},
-        "tensor_parallel": {"plan": {"embedding": "embedding_rowwise", "head": "vocabulary"}},
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-    }
-    engine = zeromesh.initialize(model=vocabulary(), config=settings)[0]
-    engine.backward(engine(TOKENS, TOKENS.roll(-1, 1)))
-    engine.step()
+    engine = start_engine(
+        vocabulary(),
+        batch=2,
+        mesh={"tensor": 2},
+        tensor_parallel={"plan": {"embedding": "embedding_rowwise", "head": "vocabulary"}},
+        optimizer=sgd(LR),
+    )
+    train_step(engine, engine(TOKENS, TOKENS.roll(-1, 1)))
     return engine.state_dict()
 
 

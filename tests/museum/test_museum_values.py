@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import zeromesh
 from museum import Weights, gap, require, results_by_name, start, weights_of, whole
+from run import train_step
 
 UNEVEN = (2, 5)
 """Samples of the two ranks."""
@@ -37,16 +38,14 @@ def norm_over_ranks() -> dict[str, Tensor]:
     """Normalise over all ranks, which have different numbers of samples, and train on the mean over these."""
     engine = start(zeromesh.sync_batch_norm(normed()))
     x = images().split(UNEVEN)[dist.get_rank()]
-    engine.backward(engine(x).mean() * len(x) * 2 / sum(UNEVEN))
-    engine.step()
+    train_step(engine, engine(x).mean() * len(x) * 2 / sum(UNEVEN))
     return whole(engine) | dict(engine.module.named_buffers())
 
 
 def norm_of_each_rank() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Normalise on each rank: the buffers after an update, and those of the whole state."""
     engine = start(normed())
-    engine.backward(engine(images().split(UNEVEN)[dist.get_rank()]).mean())
-    engine.step()
+    train_step(engine, engine(images().split(UNEVEN)[dist.get_rank()]).mean())
     buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
     state = engine.state_dict()
     return buffers, {name: state[name] for name in buffers}
@@ -87,8 +86,7 @@ def average(stage: int, precision: dict[str, Any]) -> list[tuple[float, float]]:
     engine, averaged = start(model, **settings), start(other, **settings)
     found = []
     for step in range(3):
-        engine.backward(engine(rows(step).float().chunk(2)[dist.get_rank()]))
-        engine.step()
+        train_step(engine, engine(rows(step).float().chunk(2)[dist.get_rank()]))
         parameters, targets = list(engine.module.parameters()), list(averaged.module.parameters())
         gathered = zeromesh.zero.GatheredParameters
         with gathered(parameters), gathered(targets, modifier_rank=0), torch.no_grad():

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import zeromesh
+from run import train_step
 from zeromesh.base.kernels import halves
 from zeromesh.base.kernels.update_pass import StepInput
 from zeromesh.base.placement import Tier
@@ -336,10 +337,7 @@ def _train(case: Case, further: Mapping[str, Any]) -> Run:
     for step in range(STEPS):
         for micro_batch in range(case.accumulation):
             rows = share(case, micro_batch, engine.data_rank)
-            loss = engine(*batch(step, case.master, rows))
-            engine.backward(loss)
-            engine.step()
-            run.losses.append(loss.item())
+            run.losses.append(train_step(engine, engine(*batch(step, case.master, rows))))
         run.norms.append(engine.get_global_grad_norm())
         run.scales.append(engine.loss_scale)
         run.rates.append(engine.get_lr()[0])

@@ -10,6 +10,7 @@ from torch import nn
 import zeromesh
 from harness import on_ranks, run_ranks
 from huggingface_models import MODELS
+from run import plain_step, train_step
 from test_tensor_rules import LIMIT, STEPS, assert_close, batch, config, gpt2, llama, trained, whole
 from zeromesh import Mesh, no_decay_groups
 from zeromesh.parallel.head.linear_cross_entropy import Vocabulary, linear_cross_entropy
@@ -92,8 +93,7 @@ def scaled(tensor: int, power: int | None) -> Any:
     settings["optimizer"] = {"type": "SGD", "params": {"lr": 1.0}}
     engine = zeromesh.initialize(model=llama(torch.float32, num_hidden_layers=1), config=settings)[0]
     before = zeromesh.zero.safe_get_full_fp32_param(engine.module.model.layers[0].mlp.up_proj.weight)
-    engine.backward(engine(input_ids=batch(0), labels=batch(0)).loss)
-    engine.step()
+    train_step(engine, engine(input_ids=batch(0), labels=batch(0)).loss)
     after = zeromesh.zero.safe_get_full_fp32_param(engine.module.model.layers[0].mlp.up_proj.weight)
     return engine.get_global_grad_norm(), float((after - before).norm())
 
@@ -284,9 +284,7 @@ def test_each_group_has_its_own_decay() -> None:
     model = llama(num_hidden_layers=1)
     optimizer = torch.optim.AdamW(no_decay_groups(model, 5.0), lr=1e-2, eps=1e-4)
     for number in range(STEPS):
-        model(input_ids=batch(number), labels=batch(number)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        plain_step(optimizer, model(input_ids=batch(number), labels=batch(number)).loss)
     assert_close(state, model.state_dict(), 1e-6)
 
 

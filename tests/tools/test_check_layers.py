@@ -69,7 +69,7 @@ MODULES = {
         ("base__row", "import torch.distributed.tensor", ":1 imports torch.distributed.tensor: base must not import"),
     ],
 )
-def test_a_broken_rule_is_reported_with_its_place(tool, tmp_path, importing, text, reported) -> None:
+def test_a_broken_rule_is_reported_with_its_place(tmp_path, importing, text, reported) -> None:
     others = dict.fromkeys(("comm__mesh", "engine__pipelined", "apps__cli__main", "apps__plan__speed", "novel__x"), "")
     problems = tool.check(tree(tmp_path, **(others | {importing: text})))
     assert len(problems) == 1, problems
@@ -113,7 +113,7 @@ def test_a_circle_of_files_is_reported(tmp_path: Path) -> None:
     assert all(f"zeromesh.shard.{name}" in problem for name in "abc")
 
 
-def test_imports_within_a_room_and_downwards_are_allowed(tool, tmp_path) -> None:
+def test_imports_within_a_room_and_downwards_are_allowed(tmp_path) -> None:
     root = tree(
         tmp_path,
         base__row="import torch",
