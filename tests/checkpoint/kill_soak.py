@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from run import adamw, start_engine, train_step
+import zeromesh
 
 LOST = {"asynchronous": 4, "copies": 0}  # steps that may be taken again, beside the one in which a run was killed
 
@@ -26,20 +26,23 @@ def train(folder: Path, mode: str, steps: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.Dropout(0.1), nn.Tanh(), nn.Linear(128, 64))
-    engine = start_engine(
+    engine, *_ = zeromesh.initialize(
         model,
-        batch=4,
-        bf16=True,
-        stage=3,
-        optimizer=adamw(1e-2),
-        checkpoint={"peer_copies": 1} if mode == "copies" else {"asynchronous": True, "keep_last": 2},
+        config={
+            "train_batch_size": 4,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 3},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "checkpoint": {"peer_copies": 1} if mode == "copies" else {"asynchronous": True, "keep_last": 2},
+        },
     )
     save = engine.save_to_memory if mode == "copies" else engine.save_checkpoint
     engine.load_checkpoint(folder / "run")
     while engine.global_steps < steps:
         inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(engine.global_steps)).bfloat16()
         loss = engine(inputs).float().square().mean()
-        train_step(engine, loss)
+        engine.backward(loss)
+        engine.step()
         descriptor = os.open(folder / "losses", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.write(descriptor, f"{engine.global_steps} {loss.item()!r}\n".encode())
         os.close(descriptor)

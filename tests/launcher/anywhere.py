@@ -11,9 +11,14 @@ import torch
 from torch import nn
 
 import zeromesh
-from run import adamw, configuration
 
-CONFIG = configuration(batch=8, micro=2, optimizer=adamw(1e-2), stage=3, dataloader_drop_last=True)
+CONFIG = {
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "zero_optimization": {"stage": 3},
+    "dataloader_drop_last": True,
+}
 
 
 def make_engine(config: dict) -> tuple[zeromesh.Engine, object]:

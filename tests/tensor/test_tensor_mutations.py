@@ -10,8 +10,8 @@ from torch import nn
 import zeromesh
 from harness import on_ranks, run_ranks
 from huggingface_models import MODELS
-from run import plain_step, train_step
-from test_tensor_rules import LIMIT, STEPS, assert_close, batch, config, gpt2, llama, trained, whole
+from run import plain_step, train_step, whole_state
+from test_tensor_rules import LIMIT, STEPS, assert_close, batch, config, gpt2, llama, trained
 from zeromesh import Mesh, no_decay_groups
 from zeromesh.parallel.head.linear_cross_entropy import Vocabulary, linear_cross_entropy
 
@@ -65,7 +65,7 @@ def accumulated(mesh: dict[str, int], row: int, look: bool, **options: Any) -> A
                     seen.append(zeromesh.zero.safe_get_full_grad(weight))
             engine.step()
         norms.append(engine.get_global_grad_norm())
-    return norms, seen, whole(engine)
+    return norms, seen, whole_state(engine.module)
 
 
 @pytest.mark.some(1)

@@ -374,7 +374,8 @@ def load(folder: str, tensor: int, row: int) -> dict[str, torch.Tensor]:
     with patch.object(deferred, "LARGE", 64):
         model = zeromesh.from_pretrained(folder)
     assert all(parameter.is_meta for parameter in model.parameters() if parameter.ndim > 1)
-    return whole_state(zeromesh.initialize(model=model, config=config(tensor, row))[0].module)
+    engine = zeromesh.initialize(model=model, config=config(tensor, row))[0]
+    return whole_state(engine.module)
 
 
 def test_a_split_model_is_written_for_transformers_and_read_into_its_parts(tmp_path: Path) -> None:

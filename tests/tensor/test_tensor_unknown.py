@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import zeromesh
 from harness import on_ranks, run_ranks
+from run import whole_state
 from tensor_models import tensor_bytes
-from test_tensor_rules import LIMIT, STEPS, assert_close, batch, config, whole
+from test_tensor_rules import LIMIT, STEPS, assert_close, batch, config
 from unknown_modules import DECODERS, ROWS, Decoder, G, Model
 from zeromesh.parallel.tensor.derive import derive
 from zeromesh.parallel.tensor.tensor_plan import parse
@@ -59,7 +60,7 @@ def trained(tensor: int, stage: int, names: Sequence[str], **options: Any) -> di
             engine.backward(loss := engine(batch(number), batch(number)))
             engine.step()
             losses.append(loss.item())
-        found[name] = losses, whole(engine)
+        found[name] = losses, whole_state(engine.module)
         engine.destroy()
     return found
 

@@ -12,7 +12,6 @@ import pytest
 from commands import call, write_config
 from harness import run_ranks
 from test_finetune import settings as finetuning
-from test_finetune import write
 from test_train_mesh import assert_same_model, assert_same_run, numbers
 from zeromesh.apps.train import loop
 from zeromesh.apps.train.metrics import read_metrics
@@ -133,7 +132,7 @@ def test_a_model_of_transformers_is_trained_in_stages(lora, schedule, tiny, tmp_
     changes: dict[str, Any] = {"lora": lora, "train_micro_batch_size_per_gpu": 1, "run": {"evaluate_every": 2}}
     for ranks in (1, 2):
         cut = {"mesh": {"pipeline": ranks}, "pipeline": {"schedule": schedule}}
-        path = write(tmp_path, finetuning(tiny, tmp_path / str(ranks), **changes, **cut))
+        path = write_config(tmp_path, finetuning(tiny, tmp_path / str(ranks), **changes, **cut))
         run_ranks(train, ranks, path, [], resume=False, timeout=LIMIT)
     assert_same_run(tmp_path / "2", tmp_path / "1")
 
