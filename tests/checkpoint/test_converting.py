@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import foreign_checkpoints as foreign
 import zeromesh
 from commands import call
+from compare import assert_same
 from harness import FOLDERS, ROOT, on_ranks, run_command
 from malicious import Malicious
 from run import start_engine, train_step
-from runs import assert_same
 from zeromesh.checkpoint.boxes import Reader
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import zeromesh
+from compare import assert_same
 from foreign_checkpoints import Small, groups, tokens
 from harness import FOLDERS, ROOT, run_command, run_ranks
 from run import configuration, train_step
-from runs import assert_same
 from zeromesh.checkpoint.boxes import Reader
 
 # The environment of `make bench`, or another one.

@@ -8,10 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 import zeromesh
+from compare import assert_same
 from harness import on_ranks, run_ranks
 from huggingface_models import GROUPED, MODELS, SPECIAL
 from run import adamw, start_engine, train_step
-from runs import assert_same, config, start, train
+from runs import config, start, train
 from zeromesh.shard.parameters.unit import State
 
 LAYERS = 3

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 import zeromesh
+from compare import assert_close, assert_same
 from harness import on_ranks, run_ranks
 from numerics import BATCH, MESHES, Net, batch, build_net, make_optimizers
 from run import train_step
-from runs import assert_same, config, everything, seed_everything, start, train
+from runs import config, everything, seed_everything, start, train
 
 PART = 3
 """Updates before a checkpoint, and after it."""
@@ -99,12 +100,6 @@ def step_plainly(views: Any, optimizers: Any, trained: dict[str, nn.Parameter]) 
         view.grad = None if gradient is None else gradient.flatten()[low:high].view(view.shape)
     for optimizer in optimizers:
         optimizer.step()
-
-
-def assert_close(got: dict[str, torch.Tensor], model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        error = ((got[name] - parameter).abs() / (1 + parameter.abs())).max().item()
-        assert error <= 1e-9, f"{name} is off by {error}"
 
 
 def groups_of(model: Net) -> list[dict[str, Any]]:

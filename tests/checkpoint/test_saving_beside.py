@@ -13,12 +13,13 @@ import pytest
 import torch
 
 import zeromesh
+from compare import assert_same
 from harness import on_ranks, run_command, run_ranks
 from numerics import OFFLOADED
 from run import adamw, start_engine
-from runs import assert_same, config, seed_everything, start, train
+from runs import config, seed_everything, start, train
 from test_pipeline_saving import BUILD, WORDS
-from test_saving_kills import Killed, Killer
+from test_saving_kills import killed_at_every_operation
 from zeromesh.checkpoint import checkpoint_folder as folders
 from zeromesh.checkpoint import save
 from zeromesh.checkpoint.copies import background
@@ -214,50 +215,5 @@ def test_the_end_of_a_program_waits_for_its_save(more: tuple[str, ...], tmp_path
 # Kills.
 
 
-def killed_at_every_operation(folder: str) -> int:
-    killer, at = Killer(), 0
-    engine = start(1, {**config(0, mesh="1"), "checkpoint": {"asynchronous": True, "keep_last": 1}})
-    again = start(2, config(0, mesh="1"))
-    seed_everything(0)
-    train(engine, 1)
-    killed = True
-    while killed:
-        at += 1
-        root = Path(folder) / str(at)
-        engine.save_checkpoint(root, tag="step1")
-        engine.wait_for_checkpoint()
-        before = engine.gathered_state_dict()
-        train(engine, 1)
-        after = engine.gathered_state_dict()
-        killed = killer.kills(root, at, SimplySaved(engine), "step2")
-        assert again.load_checkpoint(root)[0] is not None, at
-        found = again.gathered_state_dict()
-        assert_same(found, before if torch.equal(found["scale"], before["scale"]) else after)
-        engine.save_checkpoint(root, tag="step2")
-        engine.wait_for_checkpoint()
-        assert sorted(one.name for one in root.iterdir()) == ["latest", "step2"], at
-        again.load_checkpoint(root)
-        assert_same(again.gathered_state_dict(), after)
-    return at
-
-
-class SimplySaved:
-    """An engine whose asynchronous save is over when the call returns, killed or not."""
-
-    def __init__(self, engine: zeromesh.Engine) -> None:
-        self.engine = engine
-
-    def save_checkpoint(self, root: Path, tag: str) -> None:
-        try:
-            self.engine.save_checkpoint(root, tag=tag)
-        finally:  # also if the kill met this thread: the one that writes must not delete what is loaded next
-            try:
-                self.engine.wait_for_checkpoint()
-            except RuntimeError as error:
-                if "Killed" not in str(error):
-                    raise
-                raise Killed from error
-
-
 def test_every_kill_leaves_a_checkpoint_and_a_folder_that_saves_on(tmp_path: Path) -> None:
-    assert run_ranks(killed_at_every_operation, 1, str(tmp_path))[0] > 15
+    assert run_ranks(killed_at_every_operation, 1, str(tmp_path), "step2", asynchronous=True)[0] > 15

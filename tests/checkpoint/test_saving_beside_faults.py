@@ -16,8 +16,9 @@ import pytest
 import torch
 
 import zeromesh
+from compare import assert_same
 from harness import on_ranks, run_ranks, spawn_ranks
-from runs import assert_same, config, seed_everything, start, train
+from runs import config, seed_everything, start, train
 from test_saving_beside import held_back
 from zeromesh.checkpoint import checkpoint_folder as folders
 from zeromesh.checkpoint.copies import background

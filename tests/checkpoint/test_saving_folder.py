@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from commands import call
+from compare import assert_same
 from harness import on_ranks, run_ranks
-from runs import assert_same, config, everything, seed_everything, start, train
+from runs import config, everything, seed_everything, start, train
 from zeromesh.apps.train.run_folder import RunFolder
 from zeromesh.checkpoint import checkpoint_folder as folders
 from zeromesh.checkpoint.packing import pack, unpack

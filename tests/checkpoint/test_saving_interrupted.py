@@ -18,8 +18,9 @@ import pytest
 import torch
 
 import zeromesh
+from compare import assert_same
 from harness import on_ranks, run_ranks
-from runs import assert_same, config, seed_everything, start, train
+from runs import config, seed_everything, start, train
 from zeromesh.base.worker import Worker
 from zeromesh.checkpoint import boxes
 from zeromesh.checkpoint import checkpoint_folder as folders

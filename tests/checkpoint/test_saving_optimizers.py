@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import zeromesh
+from compare import assert_same
 from harness import on_ranks, run_ranks
 from run import train_step
-from runs import assert_same, config, everything, start, train
+from runs import config, everything, start, train
 from zeromesh.checkpoint.checkpoint_folder import write_manifest
 from zeromesh.checkpoint.contents import scheduler_name
 from zeromesh.checkpoint.optimizer_states import state_number

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeromesh
+from compare import assert_same
 from harness import on_ranks, run_ranks
 from numerics import Net, batch, build_net
 from run import train_step
@@ -56,11 +57,6 @@ def state(engine: zeromesh.Engine) -> dict[str, torch.Tensor]:
             for key, value in engine.optimizer.state.get(piece.parameter, {}).items():
                 found[f"{piece.name} {key}"] = value.clone()
     return found
-
-
-def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == expected.keys()
-    assert all(torch.equal(got[name], value) for name, value in expected.items())
 
 
 BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [

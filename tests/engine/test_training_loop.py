@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import zeromesh
+from compare import assert_close
 from harness import on_ranks, run_ranks
 from numerics import BATCH, Net, batch, build_net
 from run import plain_step, train_step
@@ -34,12 +35,6 @@ def rows_of(rank: int, micro_batch: int = 0) -> slice:
 
 def both_ranks(micro_batch: int = 0) -> slice:
     return slice(12 * micro_batch, 12 * (micro_batch + 1))
-
-
-def assert_close(got: dict[str, torch.Tensor], model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        error = ((got[name] - parameter.detach()).abs() / (1 + parameter.detach().abs())).max().item()
-        assert error <= 1e-9, f"{name} is off by {error}"
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import zeromesh
+from compare import assert_same
 from harness import on_ranks, run_ranks
-from runs import assert_same
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.zero import (
     GatheredParameters,

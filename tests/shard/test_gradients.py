@@ -10,7 +10,7 @@ from torch import nn
 
 import numerics
 import zeromesh
-from compare import require_close
+from compare import assert_close
 from harness import on_ranks
 from run import sgd, start_engine, train_step
 from zeromesh.comm import ordered_sums as sums
@@ -143,7 +143,7 @@ def test_gradients_that_share_memory_are_each_counted_once(row: int) -> None:
         with torch.no_grad():
             for parameter, value in zip(model.parameters(), found, strict=True):
                 parameter -= 0.1 * value
-    require_close(trained, model.state_dict(), rtol=1e-12, atol=1e-14)
+    assert_close(trained, model.state_dict(), 1e-12, 1e-14)
 
 
 class Looked(Pair):

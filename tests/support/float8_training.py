@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeromesh
-from compare import require_close
+from compare import assert_close
 from run import plain_step, train_step, whole_state
 from zeromesh.base.float8_products import Float8Products
 from zeromesh.base.linear_arithmetic import Columns, multiply
@@ -107,7 +107,7 @@ def on_engine(
 
 def require_same(found: Any, want: Any, tolerance: float = 1e-9) -> None:
     assert found[0] == pytest.approx(want[0], rel=tolerance)
-    require_close(found[1], want[1], rtol=tolerance, atol=tolerance)
+    assert_close(found[1], want[1], tolerance)
 
 
 def section(recipe: str = "tensorwise", **more: Any) -> dict[str, Any]:

@@ -86,12 +86,6 @@ def everything(engine: zeromesh.Engine) -> dict[str, torch.Tensor]:
     return found
 
 
-def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(got[name], value), name
-
-
 def train_on_the_loader(engine: zeromesh.Engine, updates: int) -> list[float]:
     """Updates from the loader that ``initialize`` made, over as many passes as they take; the losses."""
     losses = []

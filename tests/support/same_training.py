@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from compare import require_close
+from compare import assert_close
 from run import plain_step, start_engine, train_step, whole_state
 
 STEPS = 3
@@ -35,5 +35,5 @@ def require_same_training(build: Callable[[], nn.Module], give: Give, settings: 
     with torch.no_grad():
         losses.append(float(model.eval()(*give(STEPS))))
     assert found == pytest.approx(losses, rel=1e-9)
-    require_close(state, model.state_dict(), rtol=1e-9, atol=1e-9)
+    assert_close(state, model.state_dict())
     return shapes

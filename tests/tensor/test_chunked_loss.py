@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import zeromesh
-from compare import require_close
+from compare import assert_close
 from harness import on_ranks, run_ranks
 from heap import Heap
 from huggingface_models import GPT2, GROUPED, SPECIAL
@@ -69,7 +69,7 @@ def test_losses_in_chunks_train_as_plain_torch(name: str, settings: dict[str, An
     losses = [plain_step(optimizer, loss_of(model, batch(step), own)) for step in range(STEPS)]
     for found, state in run_ranks(trained, 4 if len(settings) > 1 else 2, name, settings, own):
         assert found == pytest.approx(losses, rel=1e-6)  # transformers takes them in fp32
-        require_close(state, model.state_dict(), rtol=1e-9, atol=1e-9)
+        assert_close(state, model.state_dict())
 
 
 def peak(chunked: bool) -> int:  # bytes that were live at most in a step, above what rested

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 import zeromesh
+from compare import assert_close
 from harness import run_ranks
 from random_programs import Program
 from run import whole_state
-from test_tensor_rules import assert_close, batch, config
+from test_tensor_rules import batch, config
 
 SGD = {"type": "SGD", "params": {"lr": 0.05}}
 PROGRAMS, EACH = 400, 50

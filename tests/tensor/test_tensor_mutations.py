@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 import zeromesh
+from compare import assert_close
 from harness import on_ranks, run_ranks
 from huggingface_models import MODELS
 from run import plain_step, train_step, whole_state
-from test_tensor_rules import LIMIT, STEPS, assert_close, batch, config, gpt2, llama, trained
+from test_tensor_rules import LIMIT, STEPS, batch, config, gpt2, llama, trained
 from zeromesh import Mesh, no_decay_groups
 from zeromesh.parallel.head.linear_cross_entropy import Vocabulary, linear_cross_entropy
 

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 import zeromesh
+from compare import assert_close
 from harness import run_ranks
 from run import whole_state
-from test_tensor_rules import LIMIT, STEPS, assert_close, batch, config
+from test_tensor_rules import LIMIT, STEPS, batch, config
 
 
 class Mixer(nn.Module):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import zeromesh
+from compare import assert_close
 from harness import on_ranks, run_ranks
 from huggingface_models import GPT2, GROUPED, SPECIAL, USUAL
 from run import configuration, train_on_tokens, train_step, whole_state
@@ -48,13 +49,6 @@ def batch(step: int, vocabulary: int = 96) -> torch.Tensor:
 
 def config(tensor: int, row: int = 0, **further: Any) -> dict[str, Any]:
     return configuration(batch=4, optimizer=ADAMW, stage=row, mesh={"tensor": tensor}) | further
-
-
-def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-9) -> None:
-    assert found.keys() == expected.keys()
-    for name, want in expected.items():
-        assert found[name].shape == want.shape, name
-        assert ((found[name] - want).abs() <= tolerance * (1 + want.abs())).all(), name
 
 
 def trained(model: Any, settings: dict[str, Any], vocabulary: int = 96, **arguments: Any) -> tuple[list[float], Any]:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import zeromesh
+from compare import assert_close
 from harness import on_ranks, run_ranks
 from run import whole_state
 from tensor_models import tensor_bytes
-from test_tensor_rules import LIMIT, STEPS, assert_close, batch, config
+from test_tensor_rules import LIMIT, STEPS, batch, config
 from unknown_modules import DECODERS, ROWS, Decoder, G, Model
 from zeromesh.parallel.tensor.derive import derive
 from zeromesh.parallel.tensor.tensor_plan import parse
