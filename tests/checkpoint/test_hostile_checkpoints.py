@@ -94,7 +94,7 @@ def everything(engine: zeromesh.Engine) -> dict[str, str]:
 
 @pytest.fixture(params=[3, 1])
 def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[zeromesh.Engine, Path]:
-    """An engine after one update, and the checkpoint of another after three."""
+    """Return an engine after one update, and the checkpoint of another after three."""
     other = start(1, request.param)
     train(other, 3)
     client = {"tuple": (1, 2), "tensor": torch.arange(10.0), "array": numpy.float32(3)}

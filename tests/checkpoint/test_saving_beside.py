@@ -44,7 +44,7 @@ def held_back() -> Iterator[Event]:
 
 
 def described(folder: Path) -> dict[str, Any]:
-    """The manifest without the time, and without the hash of it all."""
+    """Return the manifest without the time, and without the hash of it all."""
     manifest = json.loads((folder / "manifest.json").read_text())
     return {key: value for key, value in manifest.items() if key not in ("written", "sha256")}
 

@@ -29,7 +29,7 @@ def settings(on_failure: str = "continue", mesh: str = "2") -> dict[str, Any]:
 
 
 def begin(root: Path, on_failure: str = "continue", mesh: str = "2") -> tuple[zeromesh.Engine, dict[str, torch.Tensor]]:
-    """An engine that has saved its first update, and that state."""
+    """Return an engine that has saved its first update, and that state."""
     engine = start(1, settings(on_failure, mesh))
     seed_everything(engine.mesh.rank)
     train(engine, 1)

@@ -98,7 +98,7 @@ def put(document: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 def attempt(action: Any, *given: Any) -> str | None:
-    """What an action's error says, if it is of the kinds that commands print; others are not caught."""
+    """Return what an action's error says, if it is of the kinds that commands print; others are not caught."""
     try:
         action(*given)
     except (ValueError, OSError, FloatingPointError) as error:

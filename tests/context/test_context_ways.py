@@ -30,7 +30,7 @@ RANKS = 2
 
 
 def spread(code: Code, unchecked: tuple[str, ...] = (), change: Callable[[Any], Any] = lambda model: None) -> Any:
-    """A decoder of which this process is rank 0 of two, without the attention between the ranks."""
+    """Return a decoder of which this process is rank 0 of two, without the attention between the ranks."""
     model = build(code)
     change(model)
     applied = apply(model, "ring", fake(RANKS), unchecked=unchecked)

@@ -85,7 +85,7 @@ def test_a_sparse_buffer_is_refused_unless_it_is_no_state() -> None:
 
 
 def at_the_address(module: Holder, like: torch.Tensor) -> torch.Tensor:
-    """A copy of ``like`` that has the ``id`` of the module's buffer, which is gone then."""
+    """Return a copy of ``like`` that has the ``id`` of the module's buffer, which is gone then."""
     wanted, module.value = id(module.value), None
     others: list[torch.Tensor] = []
     while len(others) < 1000 and (not others or id(others[-1]) != wanted):

@@ -78,7 +78,7 @@ class Model:
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def build(self) -> Any:
-        """The model with random weights, without dropout."""
+        """Return the model with random weights, without dropout."""
         import transformers
 
         config = getattr(transformers, self.config)(**self.options)
@@ -292,7 +292,7 @@ The second column shows the units that ZeroMesh finds in the model, `#` being a 
 
 
 def page() -> str:
-    """The table as a page of the documentation, in Markdown."""
+    """Return the table as a page of the documentation, in Markdown."""
     lines = ["| class | block units | compared in | tolerance | why the tolerance is larger |", "|---|---|---|---|---|"]
     for model in MODELS.values():
         units = ", ".join(f"`{kind}` x {count}" for kind, count in model.blocks.items())

@@ -133,7 +133,7 @@ def test_a_pass_leaves_nothing_behind() -> None:
 
 
 def reuse() -> list[torch.Tensor]:
-    """A layer that is called twice in a pass, one that is never called, and a pass without gradients."""
+    """Return a layer that is called twice in a pass, one that is never called, and a pass without gradients."""
     mlp = Split(False, None)
     w, x = mlp.weights, inputs()
     columns = [Columns(w[name], w[f"{name} bias"]) for name in ("gate", "up")]

@@ -26,7 +26,7 @@ CHOSEN = ("mesh", "zero_optimization", "train_micro_batch_size_per_gpu", "gradie
 
 
 def config(corpus: Path, folder: Path, **changes: Any) -> Path:
-    """A configuration of the shape of those in ``examples/``."""
+    """Return a configuration of the shape of those in ``examples/``."""
     settings: dict[str, Any] = {
         "train_batch_size": 8,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
@@ -40,7 +40,7 @@ def config(corpus: Path, folder: Path, **changes: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A machine whose two devices hold half of the states, so that what is chosen is no default."""
+    """Return a machine whose two devices hold half of the states, so that what is chosen is no default."""
     elements = 3 * (4 * 64 * 64 + 3 * 64 * 192) + 2 * 270 * 64
     device = Device("small", 8 * elements, {"fp32": 1e11}, 1e11, reserved=0.0)
     link = LinkSpeed(1e10, 1e-5)
@@ -50,7 +50,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def chosen(run: Path) -> dict[str, Any]:
-    """What the planner has chosen, in the words of a configuration."""
+    """Return what the planner has chosen, in the words of a configuration."""
     written = json.loads((run / "config.json").read_text())
     return {key: written[key] for key in CHOSEN}
 

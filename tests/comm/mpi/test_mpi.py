@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, t
 
 
 def groups() -> list[Group]:
-    """This rank's groups in a run of four: all ranks, and pairs."""
+    """Return this rank's groups in a run of four: all ranks, and pairs."""
     mesh = Mesh({"data": 2, "tensor": 2}, torch.device("cpu"))
     return [mesh.group(axis) for axis in ("world", "data", "tensor")]
 
