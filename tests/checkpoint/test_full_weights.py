@@ -1,5 +1,6 @@
 """Whole weights for an inference engine: one unit at a time, as published, for no more bytes than a gather."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +99,9 @@ def test_buffers_keep_their_dtype() -> None:
     assert_same(found, {name: state[name].to(found[name].dtype) for name in found})
 
 
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
 @on_ranks(2, timeout=120)
 def test_adapters_come_merged_into_their_layers() -> None:
-    pytest.importorskip("peft")
     import peft
 
     torch.manual_seed(1)
@@ -111,8 +112,7 @@ def test_adapters_come_merged_into_their_layers() -> None:
     again = peft.get_peft_model(llama(tied=False), options)
     settings = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
     engine = start_engine(again, settings, micro=1)
-    result = {"plain": plain, "found": dict(engine.full_weights())}
-    assert_same(result["found"], result["plain"])
+    assert_same(dict(engine.full_weights()), plain)
 
 
 def experts() -> Any:

@@ -156,22 +156,20 @@ ASKS: dict[str, Callable[[zeromesh.Engine, Path], object]] = {
 
 @on_ranks(2)
 def test_a_failed_save_is_raised_by_the_next_step_save_or_load_on_all_ranks(tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    found = []
+    texts = []
     for name, ask in ASKS.items():
-        root = Path(folder) / name
+        root = tmp_path / name
         engine, _ = begin(root, "stop")
         train(engine, 1)
         no_space(root, engine.mesh.rank, engine)
         with pytest.raises((OSError, RuntimeError)) as caught:
             ask(engine, root)
-        found.append(message(caught))
+        texts.append(message(caught))
         train(engine, 1)
         engine.save_checkpoint(root)
         assert engine.wait_for_checkpoint() == root / f"global_step{engine.global_steps}"
         assert engine.global_steps == 3 + (name == "step")
         engine.destroy()
-    texts = found
     assert len(texts) == 3
     assert all("raise the limit (`ulimit -f`), or save from more ranks" in text for text in texts)
 

@@ -133,7 +133,7 @@ def test_a_pass_leaves_nothing_behind() -> None:
 
 
 def reuse() -> list[torch.Tensor]:
-    """Return a layer that is called twice in a pass, one that is never called, and a pass without gradients."""
+    """Call one layer twice in a pass, another never, and both without gradients; return gradients."""
     mlp = Split(False, None)
     w, x = mlp.weights, inputs()
     columns = [Columns(w[name], w[f"{name} bias"]) for name in ("gate", "up")]
