@@ -32,14 +32,6 @@ def update_between_forward_and_backward(t: Trainer) -> None:
     t.refused("updated between a forward and its backward", lambda: t.model.backward(early))
 
 
-def update_and_a_stash(t: Trainer) -> None:
-    x = t.batch()
-    t.model(x)
-    early = t.module.blocks[1].stash
-    once(t)
-    t.refused("updated between a forward and its backward", lambda: t.model.backward(early), only_if_sharded=True)
-
-
 def saved_activation_changed_in_place(t: Trainer) -> None:
     t.module.spoil = True
     t.refused("modified by an inplace operation", lambda: t.model.backward(t.model(t.batch()).sum()))

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from click.testing import Result
 from typer.testing import CliRunner
 
-from harness import ROOT
 from zeromesh.apps.cli.main import app
 from zeromesh.apps.train.metrics import read_metrics
 
@@ -33,14 +29,3 @@ def write_config(folder: Path, settings: dict[str, Any]) -> Path:
 def logged_losses(run: Path) -> list[float]:
     """Return the losses of training that a run has logged."""
     return [record["loss"] for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "train"]
-
-
-def tool_module(name: str) -> ModuleType:
-    """Import a file of ``tools/`` anew."""
-    spec = spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec
-    assert spec.loader
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
