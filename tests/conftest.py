@@ -60,9 +60,15 @@ def no_group() -> None:
     shutdown()
 
 
+@pytest.fixture
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the secret by which nodes that are launched know each other."""
+    monkeypatch.setenv("ZEROMESH_SECRET", "of all nodes of these tests")
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of small files of Python, for runs of ``zeromesh train``."""
+    """Return a folder of small files of Python, for runs of ``zeromesh train``."""
     folder = tmp_path_factory.mktemp("corpus")
     for number in range(10):
         lines = [f"def function_{n}(value):\n    return value + {n * number}\n" for n in range(20)]
@@ -72,7 +78,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A local model with a tokenizer that has a chat template."""
+    """Return a local model with a tokenizer that has a chat template."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
     script = str(Path(__file__).parents[1] / "examples" / "tiny_model.py")
     with patch.object(sys, "argv", [script, str(folder), "--hidden-size", "32", "--layers", "2"]):

@@ -5,29 +5,23 @@ from typing import Any
 import pytest
 import torch
 
-import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS
 from matrices import few
+from run import sgd, start_engine, train_step
 
 
 def losses(name: str, checkpointing: bool) -> Any:
     torch.manual_seed(0)
     model = MODELS[name].build().train()
-    settings = {
-        "train_batch_size": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "activation_checkpointing": {"enabled": checkpointing},
-    }
-    engine = zeromesh.initialize(model=model, config=settings)[0]
+    engine = start_engine(model, batch=2, optimizer=sgd(0.1), activation_checkpointing={"enabled": checkpointing})
     found = []
     for step in range(2):
         ids = torch.randint(3, 90, (2, 8), generator=torch.Generator().manual_seed(step))
         mask = torch.ones_like(ids)
         mask[:, -1] = 0
         loss = engine(input_ids=ids, attention_mask=mask, labels=ids).loss
-        engine.backward(loss)
-        engine.step()
+        train_step(engine, loss)
         found += [float(loss), engine.get_global_grad_norm()]
     return found
 

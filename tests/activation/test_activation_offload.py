@@ -12,8 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import zeromesh
 from harness import RankFailure, run_ranks
+from run import sgd, start_engine, train_on_tokens, train_step
 from test_pipeline import CHUNKS, train
-from test_tensor_rules import batch, config, gpt2, llama, step
+from test_tensor_rules import batch, config, gpt2, llama
 from zeromesh.comm.collectives import Group
 from zeromesh.parallel.activation.activation_store import ActivationStore, HostPool, _Kept
 from zeromesh.parallel.activation.checkpoint import checkpoint_modules
@@ -344,7 +345,7 @@ def steps(ranks_config: dict[str, Any], model: str = "llama") -> Any:
     engine = zeromesh.initialize(model=llama() if model == "llama" else gpt2(resid_pdrop=0.2), config=ranks_config)[0]
     if engine.activations is not None:
         engine.activations.least = 0
-    losses = [step(engine, batch(n)) for n in range(2)]
+    losses = [train_on_tokens(engine, batch(n)) for n in range(2)]
     whole = engine.gathered_state_dict()
     report, traffic = engine.memory_report(), engine.traffic_report()
     return losses, whole, report["activation"], traffic.get("all_gather/tensor", {"calls": 0})["calls"]
@@ -438,22 +439,17 @@ def moved(**options: Any) -> Any:
 
 def compiled(offload: bool) -> Any:
     torch.manual_seed(0)
-    settings = {
-        "train_batch_size": ROWS,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "units": ["Block"],
-        "zero_optimization": {"stage": 3},
-        "activation_checkpointing": {"enabled": True, "cpu_checkpointing": offload},
-    }
-    engine = zeromesh.initialize(model=Net(2).eval(), config=settings)[0]
+    engine = start_engine(
+        Net(2).eval(),
+        batch=ROWS,
+        optimizer=sgd(0.1),
+        units=["Block"],
+        stage=3,
+        activation_checkpointing={"enabled": True, "cpu_checkpointing": offload},
+    )
     engine.eval()
     engine.compile(backend="aot_eager")
-    losses = []
-    for seed in range(2):
-        loss = engine(given(seed))
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss))
+    losses = [train_step(engine, engine(given(seed))) for seed in range(2)]
     return losses, engine.memory_report()["activation"]
 
 

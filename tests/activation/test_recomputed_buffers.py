@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
+from models import Parted
 from zeromesh.parallel.activation.activation_store import ActivationStore
 from zeromesh.parallel.activation.checkpoint import checkpoint, checkpoint_modules
 
@@ -51,22 +52,13 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-class Block(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.linear, self.part = nn.Linear(6, 6), KINDS[kind]()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.part(self.linear(x))
-
-
 WAYS = {"full": {}, "selective": {"selective": True}, "host": {"store": True}}
 
 
 def train(kind: str, way: str | None, repeat: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Two forwards before their backwards, of which one may be repeated, with an evaluation in front."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block(kind) for _ in range(3))).double()
+    model = nn.Sequential(*(Parted(6, KINDS[kind]()) for _ in range(3))).double()
     if way is not None:
         store = ActivationStore(torch.device("cpu"), host=True) if "store" in WAYS[way] else None
         if store is not None:

@@ -48,7 +48,7 @@ SHORT = (GRACE_SECONDS + 1.0) / 60  # a second
 
 @pytest.fixture
 def steps(tmp_path: Path) -> list[Step]:
-    """Steps that end in every way."""
+    """Return steps that end in every way."""
     names = {"crash": MINUTE, "sleep": SHORT, "kill": MINUTE, "shrink": MINUTE, "plain": MINUTE}
     return [Step(name, "train", minutes, {"do": name, "log": str(tmp_path / "log")}) for name, minutes in names.items()]
 

@@ -17,14 +17,14 @@ import torch
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from typer.testing import CliRunner
 
 import foreign_checkpoints as foreign
 import zeromesh
+from commands import call
+from compare import assert_same
 from harness import FOLDERS, ROOT, on_ranks, run_command
 from malicious import Malicious
-from runs import assert_same
-from zeromesh.apps.cli.main import app
+from run import start_engine, train_step
 from zeromesh.checkpoint.boxes import Reader
 
 
@@ -90,8 +90,7 @@ def resume(folder: str, row: int, again: Path | None = None, **layout: Any) -> N
     if layout:
         return
     for number in (3, 4):
-        engine.backward(engine(foreign.tokens(number)))
-        engine.step()
+        train_step(engine, engine(foreign.tokens(number)))
     plain, optimizer = foreign.trained_model()
     foreign.step(plain, optimizer, 2, first=3)
     state = engine.gathered_state_dict()
@@ -359,8 +358,7 @@ def test_groups_of_parameters_are_kept_by_name(tmp_path: Path) -> None:
     model = foreign.Small()
     optimizer = torch.optim.AdamW(foreign.groups(model), lr=0.01)
     engine = zeromesh.initialize(model=model, optimizer=optimizer, config={"zero_optimization": {"stage": 3}})[0]
-    engine.backward(engine(foreign.tokens(0)))
-    engine.step()
+    train_step(engine, engine(foreign.tokens(0)))
     path = engine.save_checkpoint(tmp_path)
     members = Reader(path).manifest["members"]
     assert members == {"embed.weight": 0, "one.weight": 0, "two.weight": 0, "one.bias": 1, "two.bias": 1}
@@ -497,12 +495,12 @@ def test_a_checkpoint_that_lacks_a_rank_is_refused(tmp_path: Path) -> None:
 
 def test_the_command_tells_unknown_folders_from_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
-    failed = CliRunner().invoke(app, ["convert", str(tmp_path / "none"), str(tmp_path / "ours")])
+    failed = call("convert", tmp_path / "none", tmp_path / "ours")
     assert failed.exit_code == 2
     for pattern in (".metadata", "*zero_pp_rank_*_optim_states.pt", "zero/optimizer_state.pt", "*.ckpt", "common.pt"):
         assert pattern in failed.output
     written("zero-3", tmp_path / "theirs")
-    done = CliRunner().invoke(app, ["convert", str(tmp_path / "theirs"), str(tmp_path / "ours")])
+    done = call("convert", tmp_path / "theirs", tmp_path / "ours")
     assert done.exit_code == 0, done.output
     assert (tmp_path / "ours" / "latest").read_text() == "global_step3"
 
@@ -511,14 +509,14 @@ def test_the_command_tells_unknown_folders_from_checkpoints(tmp_path: Path) -> N
 @on_ranks(1)
 def test_an_engine_names_the_command_for_a_checkpoint_of_another_library(kind: str, tmp_path: Path) -> None:
     written(kind, tmp_path / "theirs")
-    engine = zeromesh.initialize(model=foreign.Small(), config={"optimizer": {"type": "AdamW"}})[0]
+    engine = start_engine(foreign.Small(), optimizer={"type": "AdamW"})
     with pytest.raises(ValueError, match="run `zeromesh convert .*theirs FOLDER` first"):
         engine.load_checkpoint(tmp_path / "theirs")
 
 
 @on_ranks(1)
 def test_weights_beside_the_checkpoints_of_a_run_are_no_checkpoint(tmp_path: Path) -> None:
-    engine = zeromesh.initialize(model=foreign.Small(), config={"optimizer": {"type": "AdamW"}})[0]
+    engine = start_engine(foreign.Small(), optimizer={"type": "AdamW"})
     engine.save_16bit_model(tmp_path / "run")
     assert engine.load_checkpoint(tmp_path / "run") == (None, {})
     path = engine.save_checkpoint(tmp_path / "run")

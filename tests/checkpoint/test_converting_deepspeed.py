@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import zeromesh
+from compare import assert_same
 from foreign_checkpoints import Small, groups, tokens
 from harness import FOLDERS, ROOT, run_command, run_ranks
-from runs import assert_same
+from run import configuration, train_step
 from zeromesh.checkpoint.boxes import Reader
 
 # The environment of `make bench`, or another one.
@@ -97,16 +98,13 @@ def test_deepspeed_goes_on_from_an_exported_universal_checkpoint(stage: int, pre
 def resume(folder: str) -> None:
     model = Small()
     optimizer = torch.optim.AdamW(groups(model), lr=0.01, foreach=False)
-    settings = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": 3},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 10}},
-    }
+    settings = configuration(
+        micro=2, stage=3, scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 10}}
+    )
     engine = zeromesh.initialize(model=model, optimizer=optimizer, config=settings)[0]
     engine.load_checkpoint(folder)
     for number in (4, 5):
-        engine.backward(engine(tokens(number)))
-        engine.step()
+        train_step(engine, engine(tokens(number)))
     engine.save_checkpoint(folder)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
+from run import adamw, start_engine, train_step
 from zeromesh.base.lock import FolderInUse
 from zeromesh.checkpoint.copies import memory_files
 from zeromesh.checkpoint.copies.memory_files import MARK, MEMORY, mark, marked
@@ -29,17 +30,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def make(settings: dict[str, Any], copies: int) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 8))
-    engine, *_ = zeromesh.initialize(
+    engine = start_engine(
         model,
-        config={
-            "train_batch_size": 12,
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_clipping": 1.0,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
-            "checkpoint": {"peer_copies": copies},
-            **settings,
-        },
+        settings,
+        batch=12,
+        micro=1,
+        clipping=1.0,
+        optimizer=adamw(1e-2),
+        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+        checkpoint={"peer_copies": copies},
     )
     torch.manual_seed(engine.data_rank)
     return engine
@@ -50,10 +49,9 @@ def step(engine: Any) -> list[float]:
     for number in range(engine.gradient_accumulation_steps()):
         seed = engine.global_steps * 100 + number * 10 + engine.data_rank
         inputs = torch.randn(1, 8, generator=torch.Generator().manual_seed(seed))
-        loss = engine(inputs.to(next(engine.module.parameters()).dtype)).float().square().mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss))
+        losses.append(
+            train_step(engine, engine(inputs.to(next(engine.module.parameters()).dtype)).float().square().mean())
+        )
     return losses
 
 
@@ -141,8 +139,7 @@ def test_lost_nodes_are_made_up_for_by_those_after_them(
 
 
 def alone(**checkpoint: Any) -> Any:
-    config = {"optimizer": {"type": "SGD"}, "train_batch_size": 1, "checkpoint": checkpoint}
-    return zeromesh.initialize(nn.Linear(4, 4), config=config)[0]
+    return start_engine(nn.Linear(4, 4), optimizer={"type": "SGD"}, batch=1, checkpoint=checkpoint)
 
 
 @pytest.fixture

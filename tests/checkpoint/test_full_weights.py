@@ -1,5 +1,6 @@
 """Whole weights for an inference engine: one unit at a time, as published, for no more bytes than a gather."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 import zeromesh
-from harness import run_ranks
+from compare import assert_same
+from harness import on_ranks, run_ranks
 from huggingface_models import GROUPED, MODELS, SPECIAL
-from runs import assert_same, config, start, train
+from run import adamw, start_engine, train_step
+from runs import config, start, train
 from zeromesh.shard.parameters.unit import State
 
 LAYERS = 3
@@ -30,8 +33,7 @@ def handed_over(settings: dict[str, Any], dtype: torch.dtype | None) -> dict[str
     engine, *_ = zeromesh.initialize(model=llama(), config={**more, **settings})
     ids = torch.arange(8).view(1, 8)
     if engine.pipelined is None:
-        engine.backward(engine(input_ids=ids, labels=ids).loss)
-        engine.step()
+        train_step(engine, engine(input_ids=ids, labels=ids).loss)
     whole = {name: value.clone() for name, value in engine.state_dict().items()}
     engine.traffic_report(reset=True)
     sharded, loaded = engine.sharded, 0
@@ -97,7 +99,9 @@ def test_buffers_keep_their_dtype() -> None:
     assert_same(found, {name: state[name].to(found[name].dtype) for name in found})
 
 
-def merged() -> dict[str, Any]:
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+@on_ranks(2, timeout=120)
+def test_adapters_come_merged_into_their_layers() -> None:
     import peft
 
     torch.manual_seed(1)
@@ -107,14 +111,8 @@ def merged() -> dict[str, Any]:
     torch.manual_seed(1)
     again = peft.get_peft_model(llama(tied=False), options)
     settings = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
-    engine, *_ = zeromesh.initialize(model=again, config={"train_micro_batch_size_per_gpu": 1, **settings})
-    return {"plain": plain, "found": dict(engine.full_weights())}
-
-
-def test_adapters_come_merged_into_their_layers() -> None:
-    pytest.importorskip("peft")
-    for result in run_ranks(merged, 2, timeout=120):
-        assert_same(result["found"], result["plain"])
+    engine = start_engine(again, settings, micro=1)
+    assert_same(dict(engine.full_weights()), plain)
 
 
 def experts() -> Any:
@@ -123,14 +121,7 @@ def experts() -> Any:
 
 
 def of_experts() -> dict[str, torch.Tensor]:
-    engine, *_ = zeromesh.initialize(
-        model=experts(),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 3},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        },
-    )
+    engine = start_engine(experts(), micro=1, stage=3, optimizer=adamw(1e-2))
     return dict(engine.full_weights())
 
 

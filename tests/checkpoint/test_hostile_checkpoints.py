@@ -18,7 +18,9 @@ from torch import nn
 import foreign_checkpoints as foreign
 import zeromesh
 from mutations import mutated
+from run import sgd, start_engine, train_step
 from runs import seed_everything
+from zeromesh import Settings
 from zeromesh.apps.launch.signed_rendezvous import read_secret
 from zeromesh.apps.plan.cost.source import configuration_of
 from zeromesh.apps.plan.machine.cluster import Machine
@@ -34,7 +36,6 @@ from zeromesh.checkpoint.formats.form import Contents, StoredRange, whole
 from zeromesh.checkpoint.formats.pickles import Inert, read_tensors
 from zeromesh.checkpoint.manifest import MANIFEST, signed
 from zeromesh.checkpoint.weights.pretrained import build
-from zeromesh.config.settings import Settings
 from zeromesh.parallel.pipeline.schedule.schedule_files import read_costs
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -65,8 +66,7 @@ def start(seed: int, stage: int) -> zeromesh.Engine:
 def train(engine: zeromesh.Engine, updates: int) -> None:
     batches = iter(engine.training_dataloader)
     for _ in range(updates):
-        engine.backward(engine(next(batches)))
-        engine.step()
+        train_step(engine, engine(next(batches)))
 
 
 def everything(engine: zeromesh.Engine) -> dict[str, str]:
@@ -94,7 +94,7 @@ def everything(engine: zeromesh.Engine) -> dict[str, str]:
 
 @pytest.fixture(params=[3, 1])
 def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[zeromesh.Engine, Path]:
-    """An engine after one update, and the checkpoint of another after three."""
+    """Return an engine after one update, and the checkpoint of another after three."""
     other = start(1, request.param)
     train(other, 3)
     client = {"tuple": (1, 2), "tensor": torch.arange(10.0), "array": numpy.float32(3)}
@@ -259,9 +259,7 @@ def test_names_of_parameters_never_leave_the_folder(name: Any, tmp_path: Path) -
 
 def test_a_parameter_with_a_slash_in_its_name_comes_back(tmp_path: Path) -> None:
     model = nn.ModuleDict({"a/b": nn.Linear(2, 2)})
-    engine = zeromesh.initialize(
-        model=model, config={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "train_micro_batch_size_per_gpu": 1}
-    )[0]
+    engine = start_engine(model, optimizer=sgd(0.1), micro=1)
     engine.save_checkpoint(tmp_path / "ours", tag="tag")
     zeromesh.convert_checkpoint(tmp_path / "ours", tmp_path / "theirs", "deepspeed-universal")
     path = zeromesh.convert_checkpoint(tmp_path / "theirs", tmp_path / "back")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-import zeromesh
+from run import sgd, start_engine, train_step
 from test_train_cli import call, config
 from zeromesh.apps.train.run_folder import RunFolder
 from zeromesh.base.lock import LOCK, FolderInUse, locked
@@ -89,11 +89,9 @@ def test_a_second_run_in_a_folder_is_refused_with_process_and_host(corpus: Path,
 
 def test_a_save_beside_another_process_is_refused_and_harms_nothing(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
-    settings = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    engine = zeromesh.initialize(model=model, config=settings)[0]
+    engine = start_engine(model, micro=2, optimizer=sgd(0.1))
     try:
-        engine.backward(engine(torch.ones(2, 4)).sum())
-        engine.step()
+        train_step(engine, engine(torch.ones(2, 4)).sum())
         draft = tmp_path / "global_step1.draft"
         with held_elsewhere(tmp_path) as other:
             draft.mkdir()  # of the other process

@@ -16,8 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zeromesh
+from compare import assert_same
 from harness import run_ranks
 from huggingface_models import MODELS
+from models import next_token_loss
+from run import adamw, configuration, plain_step, train_step
 from zeromesh.checkpoint.weights import pretrained, weight_files
 from zeromesh.checkpoint.weights.weight_files import INDEX, SINGLE, FileTensor
 from zeromesh.shard.parameters import deferred
@@ -44,12 +47,7 @@ def build(name: str) -> Any:
 
 
 def config(row: int, **further: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": row},
-        **further,
-    }
+    return configuration(micro=2, optimizer=adamw(1e-2), stage=row) | further
 
 
 def start(model: nn.Module, row: int, **further: Any) -> Any:
@@ -89,13 +87,6 @@ def keys(folder: Path) -> set[str]:
     return {key for file in folder.glob("*.safetensors") for key in safe_open(str(file), "pt").keys()}  # noqa: SIM118
 
 
-def require_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype, name
-        assert torch.equal(found[name], value), name
-
-
 @pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("name", "row"),
@@ -109,12 +100,12 @@ def test_a_checkpoint_comes_in_and_goes_out_bit_for_bit(name: str, row: int, tmp
     expected = cls.from_pretrained(folder, dtype=torch.float32).state_dict()
     results = run_ranks(read_and_write, 2, name, folder, tmp_path / "out", row, timeout=LIMIT)
     for result in results:
-        require_equal(result["state"], expected)
+        assert_same(result["state"], expected)
     # Nothing is read twice where parameters are sharded, and nothing is sent to the other ranks elsewhere.
     read = sum(result["read"] for result in results)
     assert read == results[0]["from_files"] * (1 if row == 3 else 2) + results[0]["buffers"] * 2
     assert keys(tmp_path / "out") == keys(folder)
-    require_equal(cls.from_pretrained(tmp_path / "out").state_dict(), expected)
+    assert_same(cls.from_pretrained(tmp_path / "out").state_dict(), expected)
 
 
 def test_several_files_are_read_and_written_as_one(tmp_path: Path) -> None:
@@ -124,12 +115,12 @@ def test_several_files_are_read_and_written_as_one(tmp_path: Path) -> None:
     out = tmp_path / "out"
     for largest, files in ((40_000, 2), (10**9, 1)):  # the second time over the first
         for result in run_ranks(read_and_write, 2, "llama", folder, out, 3, largest, timeout=LIMIT):
-            require_equal(result["state"], expected)
+            assert_same(result["state"], expected)
         found = list(out.glob("*.safetensors"))
         assert len(found) >= files
         assert (len(found) == 1) == (files == 1) == (not (out / INDEX).exists())
         assert not list(out.glob("*.part"))
-        require_equal(transformers().LlamaForCausalLM.from_pretrained(out).state_dict(), expected)
+        assert_same(transformers().LlamaForCausalLM.from_pretrained(out).state_dict(), expected)
 
 
 def test_an_export_replaces_an_earlier_one_and_no_other_files(tmp_path: Path) -> None:
@@ -148,8 +139,7 @@ def test_an_exported_folder_gives_the_same_logits(tmp_path: Path) -> None:
     engine = start(model, 3, bf16={"enabled": True})
     tokens = torch.arange(16).view(2, 8)
     for _ in range(2):
-        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-        engine.step()
+        train_step(engine, engine(input_ids=tokens, labels=tokens).loss)
     engine.eval()
     with torch.no_grad():
         expected = engine(input_ids=tokens).logits
@@ -177,23 +167,12 @@ def test_settings_of_generation_travel_with_the_model(tmp_path: Path) -> None:
         zeromesh.from_pretrained(folder)
 
 
-def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:  # not the model's own, which is computed in fp32
-    logits = model(input_ids=tokens).logits
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-
 def trained(folder: Path, row: int) -> list[float]:
     transformers()
     engine = start(zeromesh.from_pretrained(folder, dtype=torch.float64), row)
     tokens = torch.randint(0, 96, (4, 8), generator=torch.Generator().manual_seed(1))
     mine = tokens.chunk(engine.data_size)[engine.data_rank]
-    losses = []
-    for _ in range(3):
-        loss = loss_of(engine, mine)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return [train_step(engine, next_token_loss(engine, mine)) for _ in range(3)]
 
 
 @pytest.mark.parametrize("row", [1, 3])
@@ -202,13 +181,7 @@ def test_a_loaded_model_trains_as_in_plain_torch(row: int, tmp_path: Path) -> No
     plain = transformers().LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False)
     tokens = torch.randint(0, 96, (4, 8), generator=torch.Generator().manual_seed(1))
-    expected = []
-    for _ in range(3):
-        loss = loss_of(plain, tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
+    expected = [plain_step(optimizer, next_token_loss(plain, tokens)) for _ in range(3)]
     losses = run_ranks(trained, 2, folder, row, timeout=LIMIT)
     assert [sum(step) / 2 for step in zip(*losses, strict=True)] == pytest.approx(expected, rel=1e-9)
 
@@ -242,7 +215,7 @@ def test_weights_go_into_a_model_that_is_there_already(tmp_path: Path) -> None:
     other = MODELS["gpt2"].build()
     loaded = zeromesh.load_pretrained(other, folder)
     assert loaded.missing == ()
-    require_equal(dict(other.state_dict()), dict(build("gpt2").state_dict()))
+    assert_same(dict(other.state_dict()), dict(build("gpt2").state_dict()))
 
 
 def test_a_new_head_keeps_its_initial_values(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -283,7 +256,7 @@ def test_a_configuration_alone_gives_initial_values(tmp_path: Path) -> None:
         expected = transformers().LlamaForCausalLM(expected.config)
         torch.manual_seed(4)
         model = zeromesh.from_pretrained(tmp_path, weights=False)
-    require_equal(start(model, 3).state_dict(), dict(expected.state_dict()))
+    assert_same(start(model, 3).state_dict(), dict(expected.state_dict()))
 
 
 def with_two_heads(folder: Path, difference: float) -> None:
@@ -305,7 +278,7 @@ def test_a_head_that_differs_from_what_it_is_tied_to_is_refused(tmp_path: Path) 
     ):
         zeromesh.from_pretrained(tmp_path / "other")
     state = start(zeromesh.from_pretrained(tmp_path / "other", tie_word_embeddings=False), 3).state_dict()
-    require_equal(state, load_file(tmp_path / "other" / SINGLE))
+    assert_same(state, load_file(tmp_path / "other" / SINGLE))
 
 
 def truncated(folder: Path) -> None:
@@ -467,10 +440,9 @@ def test_a_checkpoint_that_was_written_anew_is_read_anew(tmp_path: Path) -> None
     folder = saved("llama", tmp_path)
     engine = start(zeromesh.from_pretrained(folder), 3)
     tokens = torch.arange(16).view(2, 8)
-    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-    engine.step()
+    train_step(engine, engine(input_ids=tokens, labels=tokens).loss)
     engine.save_16bit_model(folder)
-    require_equal(start(zeromesh.from_pretrained(folder), 3).state_dict(), engine.state_dict())
+    assert_same(start(zeromesh.from_pretrained(folder), 3).state_dict(), engine.state_dict())
 
 
 def test_ranges_of_a_tensor_are_read_alone(tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 import zeromesh
+from compare import assert_close, assert_same
 from harness import on_ranks, run_ranks
 from numerics import BATCH, MESHES, Net, batch, build_net, make_optimizers
-from runs import assert_same, config, everything, seed_everything, start, train
+from run import train_step
+from runs import config, everything, seed_everything, start, train
 
 PART = 3
 """Updates before a checkpoint, and after it."""
@@ -66,8 +68,7 @@ def train_part(folder: str, first: int, settings: dict[str, Any]) -> Any:
         each = BATCH // engine.data_size
         rows = slice(engine.data_rank * each, (engine.data_rank + 1) * each)
         losses.append(engine(*batch(step, torch.float64, rows)))
-        engine.backward(losses[-1])
-        engine.step()
+        train_step(engine, losses[-1])
     engine.save_checkpoint(folder)
     return [loss.item() for loss in losses], engine.gathered_state_dict()
 
@@ -101,12 +102,6 @@ def step_plainly(views: Any, optimizers: Any, trained: dict[str, nn.Parameter]) 
         optimizer.step()
 
 
-def assert_close(got: dict[str, torch.Tensor], model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        error = ((got[name] - parameter).abs() / (1 + parameter.abs())).max().item()
-        assert error <= 1e-9, f"{name} is off by {error}"
-
-
 def groups_of(model: Net) -> list[dict[str, Any]]:
     """One large group, and one so small that only the last rank has a piece of it."""
     last = [model.head.bias]
@@ -126,8 +121,7 @@ def resume_groups(folder: str) -> list[Any]:
         else:
             engine.save_checkpoint(folder)
         before = [[len(group["params"]), group["lr"]] for group in engine.optimizer.param_groups]
-        engine.backward(engine(*batch(0, torch.float64)))
-        engine.step()
+        train_step(engine, engine(*batch(0, torch.float64)))
         found.append((before, engine.gathered_state_dict()))
     return found
 
@@ -152,12 +146,10 @@ def test_single_numbers_in_optimizer_states_are_kept_for_ranks_that_have_no_para
         engine, *_ = zeromesh.initialize(model=model, config=settings)
         if load:
             engine.load_checkpoint(folder)
-        engine.backward(engine(torch.ones(1, 2, dtype=torch.float64)).sum())
-        engine.step()
+        train_step(engine, engine(torch.ones(1, 2, dtype=torch.float64)).sum())
         if not load:
             engine.save_checkpoint(folder)
-            engine.backward(engine(torch.ones(1, 2, dtype=torch.float64)).sum())
-            engine.step()
+            train_step(engine, engine(torch.ones(1, 2, dtype=torch.float64)).sum())
             expected = engine.gathered_state_dict()
     assert_same(engine.gathered_state_dict(), expected)
 

@@ -13,11 +13,13 @@ import pytest
 import torch
 
 import zeromesh
-from harness import run_command, run_ranks
+from compare import assert_same
+from harness import on_ranks, run_command, run_ranks
 from numerics import OFFLOADED
-from runs import assert_same, config, seed_everything, start, train
+from run import adamw, start_engine
+from runs import config, seed_everything, start, train
 from test_pipeline_saving import BUILD, WORDS
-from test_saving_kills import Killed, Killer
+from test_saving_kills import killed_at_every_operation
 from zeromesh.checkpoint import checkpoint_folder as folders
 from zeromesh.checkpoint import save
 from zeromesh.checkpoint.copies import background
@@ -42,7 +44,7 @@ def held_back() -> Iterator[Event]:
 
 
 def described(folder: Path) -> dict[str, Any]:
-    """The manifest without the time, and without the hash of it all."""
+    """Return the manifest without the time, and without the hash of it all."""
     manifest = json.loads((folder / "manifest.json").read_text())
     return {key: value for key, value in manifest.items() if key not in ("written", "sha256")}
 
@@ -90,33 +92,21 @@ MORE_CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def save_all_cases(folder: str, names: list[str]) -> int:
-    for name in names:
-        engine = start(1, {**(CASES | MORE_CASES)[name], **BESIDE})
-        seed_everything(engine.mesh.rank)
-        train(engine, 2)
-        save_both(engine, Path(folder) / name, lambda engine=engine: train(engine, 1))
-        engine.destroy()
-    return len(names)
-
-
 @pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.full)], ids=["some", "more"])
+@on_ranks(2)
 def test_files_are_those_of_a_blocking_save_while_training_goes_on(
     cases: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
-    assert run_ranks(save_all_cases, 2, str(tmp_path), list(cases)) == [len(cases)] * 2
+    for name, settings in cases.items():
+        engine = start(1, {**settings, **BESIDE})
+        seed_everything(engine.mesh.rank)
+        train(engine, 2)
+        save_both(engine, tmp_path / name, lambda engine=engine: train(engine, 1))
+        engine.destroy()
 
 
 def save_split(folder: str, kind: str, mesh: dict[str, int]) -> bool:
-    settings = {
-        "train_batch_size": 8,
-        "gradient_accumulation_steps": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": 1},
-        "mesh": mesh,
-        **BESIDE,
-    }
-    engine = zeromesh.initialize(model=BUILD[kind](), config=settings)[0]
+    engine = start_engine(BUILD[kind](), BESIDE, batch=8, accumulation=4, optimizer=adamw(1e-2), stage=1, mesh=mesh)
 
     def go_on() -> None:
         ids = torch.randint(0, WORDS, (2, 6), generator=torch.Generator().manual_seed(engine.global_steps))
@@ -146,8 +136,9 @@ def test_files_of_stages_and_of_split_layers_are_those_of_a_blocking_save(
 # One save after the other.
 
 
-def save_in_turn(folder: str) -> None:
-    root = Path(folder)
+@on_ranks(2)
+def test_a_save_waits_for_the_one_before_and_so_does_loading(tmp_path: Path) -> None:
+    root = tmp_path
     engine = start(1, {**config(3), "checkpoint": {"asynchronous": True, "keep_last": 2}})
     assert engine.wait_for_checkpoint() is None
     world = engine.mesh.group("world")
@@ -175,10 +166,6 @@ def save_in_turn(folder: str) -> None:
     engine.destroy()
     again.mesh.group("world").exchange(torch.zeros(1))
     assert folders.latest(root) == "global_step9", "destroy() waits"
-
-
-def test_a_save_waits_for_the_one_before_and_so_does_loading(tmp_path: Path) -> None:
-    run_ranks(save_in_turn, 2, str(tmp_path))
 
 
 def save_to_one_folder(folder: str) -> str:
@@ -224,50 +211,5 @@ def test_the_end_of_a_program_waits_for_its_save(more: tuple[str, ...], tmp_path
 # Kills.
 
 
-def killed_at_every_operation(folder: str) -> int:
-    killer, at = Killer(), 0
-    engine = start(1, {**config(0, mesh="1"), "checkpoint": {"asynchronous": True, "keep_last": 1}})
-    again = start(2, config(0, mesh="1"))
-    seed_everything(0)
-    train(engine, 1)
-    killed = True
-    while killed:
-        at += 1
-        root = Path(folder) / str(at)
-        engine.save_checkpoint(root, tag="step1")
-        engine.wait_for_checkpoint()
-        before = engine.gathered_state_dict()
-        train(engine, 1)
-        after = engine.gathered_state_dict()
-        killed = killer.kills(root, at, SimplySaved(engine), "step2")
-        assert again.load_checkpoint(root)[0] is not None, at
-        found = again.gathered_state_dict()
-        assert_same(found, before if torch.equal(found["scale"], before["scale"]) else after)
-        engine.save_checkpoint(root, tag="step2")
-        engine.wait_for_checkpoint()
-        assert sorted(one.name for one in root.iterdir()) == ["latest", "step2"], at
-        again.load_checkpoint(root)
-        assert_same(again.gathered_state_dict(), after)
-    return at
-
-
-class SimplySaved:
-    """An engine whose asynchronous save is over when the call returns, killed or not."""
-
-    def __init__(self, engine: zeromesh.Engine) -> None:
-        self.engine = engine
-
-    def save_checkpoint(self, root: Path, tag: str) -> None:
-        try:
-            self.engine.save_checkpoint(root, tag=tag)
-        finally:  # also if the kill met this thread: the one that writes must not delete what is loaded next
-            try:
-                self.engine.wait_for_checkpoint()
-            except RuntimeError as error:
-                if "Killed" not in str(error):
-                    raise
-                raise Killed from error
-
-
 def test_every_kill_leaves_a_checkpoint_and_a_folder_that_saves_on(tmp_path: Path) -> None:
-    assert run_ranks(killed_at_every_operation, 1, str(tmp_path))[0] > 15
+    assert run_ranks(killed_at_every_operation, 1, str(tmp_path), "step2", asynchronous=True)[0] > 15

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 import zeromesh
-from harness import run_ranks, spawn_ranks
-from runs import assert_same, config, seed_everything, start, train
+from compare import assert_same
+from harness import on_ranks, run_ranks, spawn_ranks
+from runs import config, seed_everything, start, train
 from test_saving_beside import held_back
 from zeromesh.checkpoint import checkpoint_folder as folders
 from zeromesh.checkpoint.copies import background
@@ -28,7 +29,7 @@ def settings(on_failure: str = "continue", mesh: str = "2") -> dict[str, Any]:
 
 
 def begin(root: Path, on_failure: str = "continue", mesh: str = "2") -> tuple[zeromesh.Engine, dict[str, torch.Tensor]]:
-    """An engine that has saved its first update, and that state."""
+    """Return an engine that has saved its first update, and that state."""
     engine = start(1, settings(on_failure, mesh))
     seed_everything(engine.mesh.rank)
     train(engine, 1)
@@ -146,24 +147,6 @@ def test_a_failed_save_leaves_the_one_before_and_the_next_save_is_another_try(tm
     assert "rank 1 has written nothing to it for 0 s" in first["silent"]
 
 
-def fail_and_stop(folder: str) -> list[str]:
-    found = []
-    for name, ask in ASKS.items():
-        root = Path(folder) / name
-        engine, _ = begin(root, "stop")
-        train(engine, 1)
-        no_space(root, engine.mesh.rank, engine)
-        with pytest.raises((OSError, RuntimeError)) as caught:
-            ask(engine, root)
-        found.append(message(caught))
-        train(engine, 1)
-        engine.save_checkpoint(root)
-        assert engine.wait_for_checkpoint() == root / f"global_step{engine.global_steps}"
-        assert engine.global_steps == 3 + (name == "step")
-        engine.destroy()
-    return found
-
-
 ASKS: dict[str, Callable[[zeromesh.Engine, Path], object]] = {
     "step": lambda engine, root: train(engine, 1),
     "save": lambda engine, root: engine.save_checkpoint(root, "other"),
@@ -171,13 +154,29 @@ ASKS: dict[str, Callable[[zeromesh.Engine, Path], object]] = {
 }
 
 
+@on_ranks(2)
 def test_a_failed_save_is_raised_by_the_next_step_save_or_load_on_all_ranks(tmp_path: Path) -> None:
-    for texts in run_ranks(fail_and_stop, 2, str(tmp_path)):
-        assert len(texts) == 3
-        assert all("raise the limit (`ulimit -f`), or save from more ranks" in text for text in texts)
+    texts = []
+    for name, ask in ASKS.items():
+        root = tmp_path / name
+        engine, _ = begin(root, "stop")
+        train(engine, 1)
+        no_space(root, engine.mesh.rank, engine)
+        with pytest.raises((OSError, RuntimeError)) as caught:
+            ask(engine, root)
+        texts.append(message(caught))
+        train(engine, 1)
+        engine.save_checkpoint(root)
+        assert engine.wait_for_checkpoint() == root / f"global_step{engine.global_steps}"
+        assert engine.global_steps == 3 + (name == "step")
+        engine.destroy()
+    assert len(texts) == 3
+    assert all("raise the limit (`ulimit -f`), or save from more ranks" in text for text in texts)
 
 
-def fail_before_the_end(folder: str) -> None:
+@on_ranks(1)
+def test_the_end_of_an_engine_raises_what_nobody_has_told(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     engine, _ = begin(Path(folder), mesh="1")
     train(engine, 1)
     no_space(Path(folder), 1, engine)
@@ -185,21 +184,15 @@ def fail_before_the_end(folder: str) -> None:
         engine.destroy()
 
 
-def save_with_little_memory(folder: str) -> None:
+@on_ranks(1)
+def test_a_copy_that_does_not_fit_into_memory_is_refused(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     engine = start(1, settings(mesh="1"))
     little = patch.object(background, "memory", lambda: {"available_bytes": 1000})
     with little, pytest.raises(OSError, match=r"of which 1,000 are available; set checkpoint.asynchronous to false"):
         engine.save_checkpoint(folder)
     assert list(Path(folder).iterdir()) == []
     assert engine.save_checkpoint(folder) == engine.wait_for_checkpoint()
-
-
-def test_the_end_of_an_engine_raises_what_nobody_has_told(tmp_path: Path) -> None:
-    run_ranks(fail_before_the_end, 1, str(tmp_path))
-
-
-def test_a_copy_that_does_not_fit_into_memory_is_refused(tmp_path: Path) -> None:
-    run_ranks(save_with_little_memory, 1, str(tmp_path))
 
 
 # Kills.

@@ -7,20 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-import zeromesh
 from harness import run_ranks
+from run import adamw, start_engine, train_step
 
 
 def start(stage: int, **more: Any) -> Any:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 3,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage, **more},
-    }
-    return zeromesh.initialize(model=net, config=config)[0]
+    return start_engine(net, micro=2, accumulation=3, optimizer=adamw(0.1), zero={"stage": stage, **more})
 
 
 def batch(engine: Any, number: int) -> torch.Tensor:
@@ -29,8 +23,7 @@ def batch(engine: Any, number: int) -> torch.Tensor:
 
 
 def micro(engine: Any, number: int) -> None:
-    engine.backward(engine(batch(engine, number)).square().mean())
-    engine.step()
+    train_step(engine, engine(batch(engine, number)).square().mean())
 
 
 def weights(engine: Any) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import zeromesh
 from harness import on_ranks, run_ranks
+from run import adamw, configuration, train_step
 from runs import train_on_the_loader
 from zeromesh.base.loader import Loader, Position, Sampler
 
@@ -121,13 +122,7 @@ def begin(
     ranks: int, accumulation: int = 2, dropout: float = 0.0, length: int = SAMPLES, seed: int = 1234
 ) -> zeromesh.Engine:
     torch.manual_seed(0)
-    settings = {
-        "train_batch_size": 8,
-        "gradient_accumulation_steps": accumulation,
-        "zero_optimization": {"stage": ranks % 4},
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "seed": seed,
-    }
+    settings = configuration(batch=8, accumulation=accumulation, stage=ranks % 4, optimizer=adamw(0.01), seed=seed)
     model = Model(dropout).double()
     engine, *_ = zeromesh.initialize(model=model, config=settings, training_data=Points(length))
     torch.manual_seed(50 + engine.mesh.rank)
@@ -143,10 +138,7 @@ def by_loop(engine: zeromesh.Engine, updates: int, folder: str | None = None) ->
                 if folder is not None:
                     engine.save_checkpoint(folder)
                 return losses
-            loss = engine(x, index)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+            losses.append(train_step(engine, engine(x, index)))
 
 
 def by_batches(engine: zeromesh.Engine, updates: int, folder: str | None = None) -> list[Any]:

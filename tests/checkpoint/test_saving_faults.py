@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from compare import assert_same
 from harness import run_ranks, spawn_ranks
-from runs import assert_same, config, everything, seed_everything, start, train
+from runs import config, everything, seed_everything, start, train
 from zeromesh.checkpoint import boxes, save
 from zeromesh.checkpoint import checkpoint_folder as folders
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from commands import call
+from compare import assert_same
 from harness import on_ranks, run_ranks
-from runs import assert_same, config, everything, seed_everything, start, train
-from zeromesh.apps.cli.main import app
+from runs import config, everything, seed_everything, start, train
 from zeromesh.apps.train.run_folder import RunFolder
 from zeromesh.checkpoint import checkpoint_folder as folders
 from zeromesh.checkpoint.packing import pack, unpack
@@ -172,7 +172,7 @@ def test_the_newest_checkpoint_is_that_of_the_last_step_whatever_the_clock_says(
     for clock, tag in ((70, "epoch2"), (60, "epoch10"), (80, "first"), (50, "last")):
         write(11, clock, tag)
     assert [*folders.tags_by_step(tmp_path)][4:] == ["last", "first", "epoch2", "epoch10"]
-    shown = json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path), "--json"]).stdout)["checkpoints"]
+    shown = json.loads(call("inspect", tmp_path, "--json").stdout)["checkpoints"]
     assert [row["tag"] for row in shown] == [*folders.tags_by_step(tmp_path)]
 
 

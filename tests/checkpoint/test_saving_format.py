@@ -14,6 +14,7 @@ from torch import nn
 
 import zeromesh
 from harness import on_ranks
+from run import train_step
 from zeromesh.checkpoint.boxes import Reader
 
 FOLDER = Path(__file__).parent / "data" / "format_1"
@@ -42,10 +43,7 @@ def settings(row: int) -> dict[str, Any]:
 
 
 def update(engine: zeromesh.Engine, step: int) -> float:
-    loss = engine(torch.arange(10.0, dtype=torch.float64).view(2, 5) / (1 + step))
-    engine.backward(loss)
-    engine.step()
-    return loss.item()
+    return train_step(engine, engine(torch.arange(10.0, dtype=torch.float64).view(2, 5) / (1 + step)))
 
 
 def write_again() -> None:  # how the files were made, by the version before format 2, with torchrun on two processes

@@ -18,8 +18,9 @@ import pytest
 import torch
 
 import zeromesh
-from harness import run_ranks
-from runs import assert_same, config, seed_everything, start, train
+from compare import assert_same
+from harness import on_ranks, run_ranks
+from runs import config, seed_everything, start, train
 from zeromesh.base.worker import Worker
 from zeromesh.checkpoint import boxes
 from zeromesh.checkpoint import checkpoint_folder as folders
@@ -74,7 +75,9 @@ def held_in_the_middle() -> Iterator[Event]:
             gate.set()
 
 
-def save_twice(folder: str) -> None:
+@on_ranks(1)
+def test_a_save_that_was_waited_for_until_ctrl_c_still_holds_its_own_step(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     root = Path(folder)
     engine, again = (
         start(1, {**config(0, mesh="1"), "checkpoint": {"asynchronous": True}}),
@@ -96,10 +99,6 @@ def save_twice(folder: str) -> None:
     for name, state in (("first", expected), ("second", engine.gathered_state_dict())):
         assert again.load_checkpoint(root / name)[0] is not None
         assert_same(again.gathered_state_dict(), state)
-
-
-def test_a_save_that_was_waited_for_until_ctrl_c_still_holds_its_own_step(tmp_path: Path) -> None:
-    run_ranks(save_twice, 1, str(tmp_path))
 
 
 def test_a_worker_is_over_when_its_work_is_whoever_was_interrupted_meanwhile() -> None:

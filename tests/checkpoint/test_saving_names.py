@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import zeromesh
 from harness import on_ranks, run_ranks
+from run import adamw, start_engine, train_step
 from zeromesh.checkpoint import contents, save
 
 STATES: dict[str, Any] = {
@@ -54,19 +55,11 @@ class Block(nn.Module):
 
 
 def engine_of(model: nn.Module, stage: int) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-    }
-    return zeromesh.initialize(model=model, config=config)[0]
+    return start_engine(model, micro=2, stage=stage, optimizer=adamw(1e-2))
 
 
 def step(engine: Any) -> float:
-    loss = engine(torch.ones(2, 8)).square().mean()
-    engine.backward(loss)
-    engine.step()
-    return float(loss)
+    return train_step(engine, engine(torch.ones(2, 8)).square().mean())
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -195,8 +188,7 @@ def test_a_load_that_is_not_strict_and_finds_nothing_is_an_error(tmp_path: Path)
 def staged(folder: str) -> list[Any]:
     torch.manual_seed(0)
     model = zeromesh.pipe.PipelineModule([Counting("values") for _ in range(2)], loss_fn=nn.functional.mse_loss)
-    config = {"train_batch_size": 2, "mesh": {"pipeline": 2}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
-    engine = zeromesh.initialize(model=model, config=config)[0]
+    engine = start_engine(model, batch=2, mesh={"pipeline": 2}, optimizer=adamw(1e-2))
     engine.train_batch(iter([(torch.ones(2, 8), torch.zeros(2, 8))]))
     engine.save_checkpoint(folder)
     states = [value for name, value in engine.state_dict().items() if name.endswith("_extra_state")]

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 import zeromesh
+from compare import assert_same
 from harness import on_ranks, run_ranks
-from runs import assert_same, config, everything, start, train
+from run import train_step
+from runs import config, everything, start, train
 from zeromesh.checkpoint.checkpoint_folder import write_manifest
 from zeromesh.checkpoint.contents import scheduler_name
 from zeromesh.checkpoint.optimizer_states import state_number
@@ -61,8 +63,7 @@ def start_whole(kind: str, row: int = 0) -> zeromesh.Engine:
 def update(engine: zeromesh.Engine, steps: int) -> None:
     for _ in range(steps):
         x = torch.arange(12.0, dtype=torch.float64).view(2, 6) / (1 + engine.global_steps + engine.mesh.rank)
-        engine.backward(engine(x))
-        engine.step()
+        train_step(engine, engine(x))
 
 
 def resume_whole(folder: str, kind: str, save: bool) -> dict[str, torch.Tensor]:
@@ -133,8 +134,7 @@ def test_parameters_without_elements_need_nothing_in_a_checkpoint(row: int, tmp_
     folder = str(tmp_path)
     settings = config(row) | {"scheduler": None}
     engine, again = (zeromesh.initialize(model=Hollow().double(), config=settings)[0] for _ in range(2))
-    engine.backward(engine(torch.ones(2, 3, dtype=torch.float64)))
-    engine.step()
+    train_step(engine, engine(torch.ones(2, 3, dtype=torch.float64)))
     engine.save_checkpoint(folder)
     again.load_checkpoint(folder)
     assert_same(again.gathered_state_dict(), engine.gathered_state_dict())
@@ -171,8 +171,7 @@ def start_moving(scheduler: Callable[[Any], Any] | None, rate: Any, betas: Any =
 
 
 def move(engine: zeromesh.Engine) -> list[float]:
-    engine.backward(engine(torch.ones(1, 3, dtype=torch.float64)).sum())
-    engine.step()
+    train_step(engine, engine(torch.ones(1, 3, dtype=torch.float64)).sum())
     return engine.get_lr()
 
 

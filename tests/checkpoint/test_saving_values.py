@@ -13,8 +13,9 @@ import numpy
 import pytest
 import torch
 
+from compare import assert_same
 from harness import on_ranks, run_ranks
-from runs import assert_same, config, start, train
+from runs import config, start, train
 from zeromesh.checkpoint.manifest import MANIFEST, signed
 
 STATE: dict[str, Any] = {

@@ -6,8 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from compare import assert_same
 from harness import run_ranks
-from runs import Noisy, assert_same, config, seed_everything, start, train
+from runs import Noisy, config, seed_everything, start, train
 
 
 def gather_between(row: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from typer.testing import CliRunner
 
+from commands import call
 from harness import run_command, run_ranks
+from zeromesh import Environment
 from zeromesh.apps.cli import doctor as module
 from zeromesh.apps.cli import machine_file
 from zeromesh.apps.cli.doctor import doctor
-from zeromesh.apps.cli.main import app
 from zeromesh.apps.plan.machine import speed
 from zeromesh.apps.plan.machine.cluster import Machine
 from zeromesh.base import machine as observed
 from zeromesh.comm import link_speeds
-from zeromesh.comm.environment import VARIABLES, Environment, device_of_group
+from zeromesh.comm.environment import VARIABLES, device_of_group
 
 COMMAND = ["-m", "zeromesh.apps.cli.main", "doctor"]
 
@@ -258,7 +258,7 @@ def test_a_saved_machine_can_be_loaded(capsys, monkeypatch, tmp_path) -> None:
 
 @pytest.mark.parametrize(("name", "words"), [("", "is a folder"), ("none/machine.json", "there is no folder")])
 def test_a_place_where_no_machine_can_be_saved_is_refused_at_once(name: str, words: str, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["doctor", "--save", str(tmp_path / name)])
+    result = call("doctor", "--save", tmp_path / name)
     assert result.exit_code == 2
     assert words in result.output
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from zeromesh import Settings
 from zeromesh.apps.cli.main import app
 from zeromesh.apps.plan.choose.search import ALIKE
 from zeromesh.apps.plan.machine.presets import cluster
-from zeromesh.config.settings import Settings
 
 SMALL = ("gpt2", "--gpu", "a100-80gb", "--gpus", "2", "--batch", "16", "--sequence", "1024")
 

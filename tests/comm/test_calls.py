@@ -7,15 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import zeromesh
 from harness import spawn_ranks
+from run import sgd, start_engine, train_step
 from zeromesh.comm import calls, watchdog
 
 
 def compared(case: str) -> float:
     watchdog.PATIENCE = 0.5
-    config = {"debug": {"collectives": True}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    engine, *_ = zeromesh.initialize(model=nn.Linear(4, 4), config=config)
+    engine = start_engine(nn.Linear(4, 4), debug={"collectives": True}, optimizer=sgd(0.1))
     rank = engine.mesh.rank
     total = torch.ones(3)
     for _ in range(4):
@@ -33,8 +32,7 @@ def compared(case: str) -> float:
     elif case == "one joins nothing":
         if rank == 0:
             dist.barrier()
-        engine.backward(engine(torch.ones(2, 4)).sum())
-        engine.step()
+        train_step(engine, engine(torch.ones(2, 4)).sum())
     return float(total[0])
 
 

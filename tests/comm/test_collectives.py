@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from harness import on_ranks, run_ranks
-from zeromesh.comm.mesh import AXES, Links, Mesh
+from zeromesh import Mesh
+from zeromesh.comm.mesh import AXES, Links
 from zeromesh.comm.ordered_sums import SumPlace
 
 CPU = torch.device("cpu")
@@ -283,20 +284,17 @@ def test_sums_over_both_axes_of_a_hybrid_mesh_are_the_whole_sum_and_are_counted_
         }
 
 
-def descriptors_after_each_of_many(sizes: list[dict[str, int]]) -> list[int]:
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@on_ranks(4)
+def test_meshes_of_equal_sizes_share_their_groups() -> None:
+    two = [{"replicate": 2, "data": 2}, {"data": 2, "tensor": 2}]
+    sizes = two * 3
     found = []
     for one in sizes:
         mesh = Mesh(one, CPU)
         assert mesh.shard.exchange(torch.tensor([mesh.rank])).numel() == 2
         found.append(len(os.listdir("/proc/self/fd")))
-    return found
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_meshes_of_equal_sizes_share_their_groups() -> None:
-    two = [{"replicate": 2, "data": 2}, {"data": 2, "tensor": 2}]
-    for found in run_ranks(descriptors_after_each_of_many, 4, two * 3):
-        assert found[2:] == found[1:2] * 4, found
+    assert found[2:] == found[1:2] * 4, found
 
 
 @on_ranks(4)

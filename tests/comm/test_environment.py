@@ -11,16 +11,8 @@ import torch
 import torch.distributed as dist
 
 from harness import FOLDERS, on_ranks, run_command, run_ranks
-from zeromesh.apps.launch.launch import launch
-from zeromesh.comm.environment import (
-    VARIABLES,
-    Environment,
-    backends,
-    device_for,
-    device_of_group,
-    init_distributed,
-    shutdown,
-)
+from zeromesh import Environment, init_distributed, launch
+from zeromesh.comm.environment import VARIABLES, backends, device_for, device_of_group, shutdown
 from zeromesh.comm.failure import first_failure
 
 TEST_PATH = os.pathsep.join([*FOLDERS, str(Path(__file__).parents[2])])

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-import zeromesh
 from harness import run_ranks
+from run import start_engine
 from zeromesh.comm import health
 
 FAST = [[100e9, 0.0, 10e9, 1e9] for _ in range(4)]  # product, wrong, memory, link to the rank, of four ranks
@@ -108,9 +108,7 @@ def test_ranks_exchange_messages_with_their_neighbours_and_with_the_next_node() 
 
 
 def check_twice(wrong: int) -> list[dict[str, Any]]:
-    engine, *_ = zeromesh.initialize(
-        model=nn.Linear(4, 1), config={"train_batch_size": 4, "optimizer": {"type": "SGD"}}
-    )
+    engine = start_engine(nn.Linear(4, 1), batch=4, optimizer={"type": "SGD"})
     with torch.device("meta"):
         first = engine.check_health()
     product = torch.mm

@@ -19,7 +19,6 @@ from torch import nn
 
 import hosts as hosts_module
 import namespaces
-import zeromesh
 from harness import FOLDERS, RankFailure, run_command
 from hosts import (
     KINDS,
@@ -33,6 +32,7 @@ from hosts import (
 )
 from namespaces import Namespaces, NotPermitted
 from numerics import MESHES, Case, train_cases
+from run import sgd, start_engine
 from test_accounting import quiet, update
 from test_numerics import check
 
@@ -215,15 +215,9 @@ class Moved:
 def move(rows: list[int], mesh: str, further: dict[str, Any]) -> list[Moved]:
     found = []
     for row in rows:
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
-            "zero_optimization": {"stage": row},
-            "mesh": MESHES[mesh],
-            "units": ["Linear"],
-            **further,
-        }
-        engine, *_ = zeromesh.initialize(model=Net(), config=config)
+        engine = start_engine(
+            Net(), further, micro=1, optimizer=sgd(1e-3), stage=row, mesh=MESHES[mesh], units=["Linear"]
+        )
         inputs = torch.ones(1, WIDTH)
         update(engine, inputs)
         quiet(engine, inputs)

@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 
 from harness import RankFailure, on_ranks, run_ranks
+from run import Interruption
+from zeromesh import Mesh
 from zeromesh.base.kernels.native import library
 from zeromesh.comm import local
 from zeromesh.comm.collectives import Group, PeerLost
 from zeromesh.comm.local import LocalGroup, Transport, transport
-from zeromesh.comm.mesh import Links, Mesh
+from zeromesh.comm.mesh import Links
 from zeromesh.comm.ordered_sums import accumulate
 from zeromesh.comm.traffic import Traffic
 
@@ -232,12 +234,8 @@ def test_a_killed_rank_is_an_error_for_those_that_wait_for_it() -> None:
     assert [outcome.value for outcome in failure.value.outcomes[1:]] == [said, said]
 
 
-class Interrupted(Exception):
-    pass
-
-
 def interrupt(*_: Any) -> None:
-    raise Interrupted
+    raise Interruption
 
 
 @on_ranks(2)
@@ -250,7 +248,7 @@ def test_a_signal_ends_a_wait_and_the_message_is_received_all_the_same() -> None
             if rank == 0:
                 work = world.post([(1, landing)], [], 6)[0]
                 signal.setitimer(signal.ITIMER_REAL, 0.05)
-                with pytest.raises(Interrupted):
+                with pytest.raises(Interruption):
                     work.wait()
                 del work
                 dist.barrier()

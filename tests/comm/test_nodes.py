@@ -17,15 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeromesh
 from harness import on_ranks, run_command, run_ranks
+from run import adam, start_engine, train_step
 from test_collectives import in_order, values
-from zeromesh.comm.mesh import Links, Mesh
+from zeromesh import Mesh, Settings
+from zeromesh.comm.mesh import Links
 from zeromesh.comm.message_formats import BLOCK, FORMATS
 from zeromesh.comm.ordered_sums import CHUNK
 from zeromesh.comm.second_step import SecondSteps, _OnStream
 from zeromesh.comm.topology import Topology
 from zeromesh.comm.traffic import Traffic
 from zeromesh.config.errors import ConfigError
-from zeromesh.config.settings import Settings
 
 CPU = torch.device("cpu")
 LENGTH = 7
@@ -276,16 +277,11 @@ class Net(torch.nn.Module):
 def train(config: dict[str, Any]) -> tuple[list[float], dict[str, Any], dict[str, torch.Tensor], list[torch.Tensor]]:
     torch.manual_seed(0)
     model = Net()
-    engine, *_ = zeromesh.initialize(
-        model=model, config={"optimizer": {"type": "Adam", "params": {"lr": 0.01}}, **config}
-    )
+    engine = start_engine(model, config, optimizer=adam(0.01))
     losses = []
     for step in range(6):
         generator = torch.Generator().manual_seed(100 * step + engine.data_rank)
-        loss = engine(torch.randn(3, 32, generator=generator))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(train_step(engine, engine(torch.randn(3, 32, generator=generator))))
     exact = [zeromesh.zero.safe_get_full_fp32_param(p) for p in model.parameters()]
     report = engine.traffic_report()
     return losses, report, engine.gathered_state_dict(), exact

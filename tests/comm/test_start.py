@@ -16,18 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness import free_port, run_command, run_ranks
+from harness import free_port, on_ranks, run_command, run_ranks
+from zeromesh import Environment, init_distributed
 from zeromesh.comm import environment as module
 from zeromesh.comm import interface, peers
-from zeromesh.comm.environment import (
-    VARIABLES,
-    Environment,
-    StartError,
-    default_backend,
-    device_for,
-    init_distributed,
-    shutdown,
-)
+from zeromesh.comm.environment import VARIABLES, StartError, default_backend, device_for, shutdown
 from zeromesh.comm.peers import Peer, with_topology
 from zeromesh.comm.rendezvous import reach, start_limit
 
@@ -271,7 +264,10 @@ def test_the_arguments_may_tell_who_the_process_is_in_deepspeeds_order() -> None
     assert run_ranks(with_arguments, 2, port) == [(0, port, 2.0), (1, port, 2.0)]
 
 
-def in_a_file(path: str, in_query: bool) -> list[float]:
+@pytest.mark.parametrize("in_query", [False, True])
+@on_ranks(2)
+def test_ranks_meet_in_a_file(tmp_path: Path, in_query: bool) -> None:
+    path = str(tmp_path / "store")
     rank = dist.get_rank()
     leave()
     for name in VARIABLES:
@@ -285,12 +281,7 @@ def in_a_file(path: str, in_query: bool) -> list[float]:
         dist.all_reduce(tensor)
         sums.append(tensor.item())
         leave()
-    return sums
-
-
-@pytest.mark.parametrize("in_query", [False, True])
-def test_ranks_meet_in_a_file(tmp_path: Path, in_query: bool) -> None:
-    assert run_ranks(in_a_file, 2, str(tmp_path / "store"), in_query) == [[2.0, 2.0]] * 2
+    assert sums == [2.0, 2.0]
 
 
 def test_arguments_that_contradict_the_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-import zeromesh
 from harness import run_ranks
+from run import sgd, start_engine, train_step
 from zeromesh.comm import stragglers
 from zeromesh.comm.failure import first_failure
 from zeromesh.comm.rank import FAILURES, record_step, write_failure
@@ -20,14 +20,12 @@ from zeromesh.comm.rank import FAILURES, record_step, write_failure
 
 def train(slow: int | None, pause: float) -> list[str]:
     stragglers.INTERVAL = 0.0
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    engine, *_ = zeromesh.initialize(model=nn.Linear(4, 1), config=config)
+    engine = start_engine(nn.Linear(4, 1), micro=2, optimizer=sgd(0.1))
     said: list[str] = []
     with patch.object(stragglers._log, "warning", lambda text, *values: said.append(text % values)):
         for _ in range(2 * stragglers.LEAST_UPDATES + 1):
             time.sleep(pause * (3 if engine.mesh.rank == slow else 1))
-            engine.backward(engine(torch.ones(2, 4)).sum())
-            engine.step()
+            train_step(engine, engine(torch.ones(2, 4)).sum())
     stragglers.INTERVAL = 60.0
     return said
 

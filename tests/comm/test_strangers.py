@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from harness import free_port, on_ranks, run_ranks
 from malicious import Malicious
+from zeromesh import Environment, init_distributed
 from zeromesh.comm import messages, trust
-from zeromesh.comm.environment import Environment, StartError, init_distributed
+from zeromesh.comm.environment import StartError
 from zeromesh.comm.messages import gather_json, gather_texts
 from zeromesh.comm.rendezvous import Meeting
 from zeromesh.comm.trust import LASTING, SECRET, TOKEN, SealedStore, prove, require_private, run_token

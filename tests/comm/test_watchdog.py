@@ -13,14 +13,14 @@ from torch import nn
 
 import zeromesh
 from harness import RankFailure, run_mpi_ranks, run_ranks, spawn_ranks
+from run import sgd, start_engine, train_step
 from zeromesh.comm import watchdog
 
 
 def make_engine(patience: float) -> zeromesh.Engine:
     watchdog.PATIENCE = patience
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    config = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    engine, *_ = zeromesh.initialize(model=model, config=config)
+    engine = start_engine(model, stage=3, optimizer=sgd(0.1))
     return engine
 
 
@@ -36,8 +36,7 @@ def one_rank_is_slow() -> float:
     engine = make_engine(patience=0.3)
     if engine.mesh.rank == 0:
         time.sleep(1.5)
-    engine.backward(engine(torch.ones(2, 64)).sum())
-    engine.step()
+    train_step(engine, engine(torch.ones(2, 64)).sum())
     watchdog.PATIENCE = 30.0
     return float(engine.get_global_grad_norm() or 0.0)
 
@@ -46,8 +45,7 @@ def one_rank_is_stopped(stopped: int) -> None:
     engine = make_engine(patience=0.6)
     if engine.mesh.rank == stopped:
         os.kill(os.getpid(), signal.SIGSTOP)
-    engine.backward(engine(torch.ones(2, 64)).sum())
-    engine.step()
+    train_step(engine, engine(torch.ones(2, 64)).sum())
 
 
 def one_rank_calls_a_barrier() -> None:

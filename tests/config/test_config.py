@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from zeromesh import Settings
 from zeromesh.base.placement import ROWS
 from zeromesh.base.precision import LossScale, Precision
 from zeromesh.config.errors import ConfigError
-from zeromesh.config.settings import Resolved, Settings, entries
+from zeromesh.config.settings import Resolved, entries
 from zeromesh.config.special_keys import (
     GONE,
     NOT_YET,

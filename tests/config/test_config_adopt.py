@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from zeromesh.apps.cli.main import WRONG_INPUT, app
+from commands import call
+from zeromesh import Settings
+from zeromesh.apps.cli.main import WRONG_INPUT
 from zeromesh.config.adopt import adopt, warn_of
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.optimizer_names import EXACT_OPTIMIZERS
-from zeromesh.config.settings import Settings, entries
+from zeromesh.config.settings import entries
 from zeromesh.config.special_keys import EXACT, RENAMED, look_up
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -164,7 +165,7 @@ OLD = """{ // of my last project
 def test_a_file_is_written_anew_with_every_change_explained_and_no_second_time(tmp_path: Path) -> None:
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     old.write_text(OLD)
-    first = CliRunner().invoke(app, ["config", "--fix", str(old)])
+    first = call("config", "--fix", old)
     assert first.exit_code == 0, first.output
     new.write_text(first.stdout)
     assert json.loads(first.stdout) == {
@@ -185,18 +186,18 @@ def test_a_file_is_written_anew_with_every_change_explained_and_no_second_time(t
     ]
     assert "comments are left out" in first.stderr
     assert '"auto" stays, for a Trainer or the planner to fill in: optimizer.params.lr' in first.stderr
-    again = CliRunner().invoke(app, ["config", "--fix", str(new)])
+    again = call("config", "--fix", new)
     assert (again.exit_code, again.stdout) == (0, first.stdout)
     assert ": was " not in again.stderr
     assert "comments" not in again.stderr
-    shown = CliRunner().invoke(app, ["config", str(new)])
+    shown = call("config", new)
     assert look_up(json.loads(shown.stdout), "zero_optimization.stage") == (True, 2)
 
 
 def test_no_file_is_written_where_something_cannot_be_expressed(tmp_path: Path) -> None:
     old = tmp_path / "old.json"
     old.write_text('{"cuda_visible_devices": 0, "quantize_training": {"enabled": true}}')
-    result = CliRunner().invoke(app, ["config", "--fix", str(old)])
+    result = call("config", "--fix", old)
     assert (result.exit_code, result.stdout) == (WRONG_INPUT, "")
     assert "quantize_training is not available; compress the model" in result.stderr
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from zeromesh import Settings
 from zeromesh.config.batch_sizes import BatchSizes, solve_batch
 from zeromesh.config.errors import ConfigError
-from zeromesh.config.settings import Settings
 
 CONFIGS = Path(__file__).parent / "configs"
 

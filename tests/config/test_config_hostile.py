@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 import zeromesh
-from zeromesh.apps.cli.main import WRONG_INPUT, app
+from commands import call
+from zeromesh import Settings
+from zeromesh.apps.cli.main import WRONG_INPUT
 from zeromesh.apps.train.check import check
 from zeromesh.config.errors import ConfigError
-from zeromesh.config.settings import Settings, entries
+from zeromesh.config.settings import entries
 
 
 def nested(depth: int, container: type) -> Any:
@@ -97,7 +98,7 @@ def put(document: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 def attempt(action: Any, *given: Any) -> str | None:
-    """What an action's error says, if it is of the kinds that commands print; others are not caught."""
+    """Return what an action's error says, if it is of the kinds that commands print; others are not caught."""
     try:
         action(*given)
     except (ValueError, OSError, FloatingPointError) as error:
@@ -233,7 +234,7 @@ FILES = {
 @pytest.mark.parametrize("kind", FILES)
 def test_a_hostile_file_is_an_error_of_the_command(kind: str, folder: Path) -> None:
     (folder / "config.json").write_text(FILES[kind])
-    result = CliRunner().invoke(app, ["train", "config.json"])
+    result = call("train", "config.json")
     assert result.exit_code == WRONG_INPUT, result.output
     assert result.output.startswith("error: ")
     assert "\n\n" not in result.output.strip()
@@ -243,7 +244,7 @@ def test_a_hostile_file_is_an_error_of_the_command(kind: str, folder: Path) -> N
 @pytest.mark.parametrize("override", ["a=" + "[" * 5000, "train_batch_size=" + "1" * 5000, "model.layers=1e308"])
 def test_a_hostile_override_is_an_error_of_the_command(override: str, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(TRAINS))
-    result = CliRunner().invoke(app, ["train", "config.json", "--set", override])
+    result = call("train", "config.json", "--set", override)
     assert result.exit_code == WRONG_INPUT, result.output
     assert result.output.startswith("error: ")
 

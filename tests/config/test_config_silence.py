@@ -9,8 +9,8 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
+from zeromesh import Settings
 from zeromesh.config.errors import ConfigError
-from zeromesh.config.settings import Settings
 
 
 class Tables(nn.Module):

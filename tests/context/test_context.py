@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from harness import on_ranks, run_mpi_ranks, run_ranks
+from zeromesh import Mesh
 from zeromesh.comm.collectives import Group
-from zeromesh.comm.mesh import Mesh
 from zeromesh.parallel.context import attention_block as blocks
 from zeromesh.parallel.context.attention_block import CPU, EFFICIENT, FLASH, PRODUCTS, AttentionBlock
 from zeromesh.parallel.context.sequence_order import chunks_of, gathered_order, keep

@@ -17,8 +17,8 @@ from torch import nn
 from harness import run_ranks
 from huggingface_models import GROUPED, LAYERS, MODELS, SPECIAL, USUAL, VOCABULARY, Model, text, without_dropout
 from test_context import fake
+from zeromesh import Mesh
 from zeromesh.apps.train.architectures.decoder import Decoder
-from zeromesh.comm.mesh import Mesh
 from zeromesh.config.train import ModelShape
 from zeromesh.parallel.activation.checkpoint import checkpoint_modules
 from zeromesh.parallel.context.applied import SpreadSequences, Unsupported
@@ -54,7 +54,7 @@ Found = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 def wide_loss(logits: Any, labels: Any, vocab_size: int, shift_labels: Any = None, **kwargs: Any) -> torch.Tensor:
-    """That of transformers, but in the dtype of the logits, and not in fp32."""
+    """Return the loss of transformers, but in the dtype of the logits, and not in fp32."""
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=IGNORE_LABEL)[:, 1:]
     return F.cross_entropy(logits.flatten(0, 1), shift_labels.flatten())

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-import zeromesh
 from harness import run_ranks
 from matrices import few
+from run import sgd, start_engine, train_step
 from test_context import fake
 from token_programs import APART, LENGTH, VOCABULARY, WIDTH, Code, Inside, Shifted, Twice, batch, build
 from zeromesh.parallel.context.applied import Unsupported
@@ -30,7 +30,7 @@ RANKS = 2
 
 
 def spread(code: Code, unchecked: tuple[str, ...] = (), change: Callable[[Any], Any] = lambda model: None) -> Any:
-    """A decoder of which this process is rank 0 of two, without the attention between the ranks."""
+    """Return a decoder of which this process is rank 0 of two, without the attention between the ranks."""
     model = build(code)
     change(model)
     applied = apply(model, "ring", fake(RANKS), unchecked=unchecked)
@@ -360,13 +360,11 @@ def train_ways(names: list[str], config: dict[str, Any]) -> list[str]:
     for name in names:
         model = build({**WAYS, **OTHER_WAYS, **APART_BACKWARDS}[name])
         prepared(model)
-        settings = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **config}
-        engine = zeromesh.initialize(model=model, config=settings)[0]
+        engine = start_engine(model, config, batch=4, optimizer=sgd(0.1))
         message = ""
         try:
             for step in range(4):
-                engine.backward(engine(**batch(step)))
-                engine.step()
+                train_step(engine, engine(**batch(step)))
         except ValueError as error:
             message = str(error)
         engine.destroy()

@@ -5,9 +5,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from zeromesh.apps.cli.main import app
+from commands import call
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "choosing.md"
 BLOCKS = re.findall(
@@ -45,7 +44,7 @@ def test_a_command_gives_the_layout_of_the_page(
     command: str, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    found = CliRunner().invoke(app, [*shlex.split(command), "--out", str(tmp_path)])
+    found = call(*shlex.split(command), "--out", tmp_path)
     assert found.exit_code == 0, found.output
     output = re.sub(r"\s+", " ", found.output)
     for text in said:

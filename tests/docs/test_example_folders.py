@@ -62,7 +62,7 @@ def run_example(name: str, options: list[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model as the example gpt makes it."""
+    """Return a tiny model as the example gpt makes it."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)

@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+import features as tool
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("features", ROOT / "tools" / "features.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
-def cards(tool: ModuleType) -> list[dict[str, Any]]:
+def cards() -> list[dict[str, Any]]:
     return json.loads(tool.CARDS.read_text())
 
 
-def test_each_card_has_a_state_and_evidence_that_exists(tool: ModuleType, cards: list[dict[str, Any]]) -> None:
+def test_each_card_has_a_state_and_evidence_that_exists(cards: list[dict[str, Any]]) -> None:
     assert list(tool.problems(cards)) == []
 
 
-def test_the_page_is_what_the_cards_say(tool: ModuleType, cards: list[dict[str, Any]]) -> None:
+def test_the_page_is_what_the_cards_say(cards: list[dict[str, Any]]) -> None:
     assert tool.PAGE.read_text() == tool.page(cards), "run python tools/features.py"
 
 
@@ -46,7 +36,7 @@ def test_the_page_is_what_the_cards_say(tool: ModuleType, cards: list[dict[str, 
         ({"evidence": ["docs/faults.md"]}, "tested, but no test is named"),
     ],
 )
-def test_a_card_without_proof_is_refused(tool: ModuleType, change: dict[str, Any], problem: str) -> None:
+def test_a_card_without_proof_is_refused(change: dict[str, Any], problem: str) -> None:
     card = {"section": "s", "capability": "c", "details": "d", "state": "tested", "evidence": ["tests/conftest.py"]}
     assert list(tool.problems([card | {"evidence": ["tests/tools/test_check_layers.py"]}])) == []
     assert any(problem in text for text in tool.problems([card | change]))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from harness import run_command
+from run import plain_step
 
 SCRIPT = """
 import argparse, json, os, sys
@@ -65,11 +66,7 @@ def plain() -> list[float]:
     losses = []
     for number in range(4):
         x = torch.randn(4, 4, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
-        loss = model(x).pow(2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(plain_step(optimizer, model(x).pow(2).mean()))
     return losses
 
 

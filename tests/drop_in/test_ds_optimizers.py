@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import zeromesh.deepspeed as deepspeed
+from compare import assert_close
 from harness import on_ranks
 from zeromesh.base.kernels.update_rules import rule_of, update_class
 from zeromesh.deepspeed import optimizers
@@ -77,15 +78,10 @@ def plain(make: Make, ranks: int = 1) -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in model.state_dict().items()}
 
 
-def require_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    for name, want in expected.items():
-        torch.testing.assert_close(found[name], want, rtol=1e-9, atol=1e-9, msg=name)
-
-
 @pytest.mark.parametrize("name", PAIRS)
 def test_optimizers_by_themselves_update_as_torchs(name: str) -> None:
     ours, theirs = PAIRS[name]
-    require_equal(plain(ours), plain(theirs))
+    assert_close(plain(ours), plain(theirs))
 
 
 def train(name: str, zero: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -111,7 +107,7 @@ def train(name: str, zero: dict[str, Any]) -> dict[str, torch.Tensor]:
 @on_ranks(2)
 def test_optimizers_under_an_engine_update_as_torchs(stage: int) -> None:
     for name, (_, theirs) in PAIRS.items():
-        require_equal(train(name, {"stage": stage}), plain(theirs, ranks=2))
+        assert_close(train(name, {"stage": stage}), plain(theirs, ranks=2))
 
 
 def test_hooks_of_optimizers_let_an_update_step_in_parts() -> None:
@@ -126,7 +122,7 @@ def test_hooks_of_optimizers_let_an_update_step_in_parts() -> None:
 def test_offloaded_optimizers_update_by_the_kernel_as_torchs() -> None:
     for name in [name for name in PAIRS if name != "lamb"]:
         zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-        require_equal(train(name, zero), plain(PAIRS[name][1], ranks=2))
+        assert_close(train(name, zero), plain(PAIRS[name][1], ranks=2))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import nn
 
 import zeromesh.deepspeed as ds
 from harness import on_ranks
+from run import plain_step
 from zeromesh.config.curriculum_section import Curriculum
 from zeromesh.engine.curriculum import length_at
 
@@ -50,9 +51,7 @@ def check_training() -> None:
     for step in range(2):
         given = data(4)[2 * step : 2 * step + 2]
         want = torch.stack([F.mse_loss(plain(x), y) for x, y in given]).mean()
-        want.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        plain_step(optimizer, want)
         torch.testing.assert_close(engine.train_batch(at_ends(engine, given)), want.detach())
         assert torch.equal(engine.agg_train_loss * 2, engine.total_loss) if engine.is_last_stage() else True
     outputs = [plain(x).detach() for x, _ in given]

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import zeromesh.deepspeed as ds
+from compare import assert_same
 from harness import on_ranks
+from run import train_step
 from same_training import require_same_training
 from zeromesh.shard.find_units import find_units, unit_modules
 
@@ -113,8 +115,7 @@ def train_in_parts(again: bool) -> dict[str, torch.Tensor]:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             config = {"train_micro_batch_size_per_gpu": 4, **zero}
             engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-        engine.backward(engine(*give(step)))
-        engine.step()
+        train_step(engine, engine(*give(step)))
     return dict(engine.module_state_dict())
 
 
@@ -278,8 +279,7 @@ def write_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     model.last.weight.requires_grad_(False)
     model.register_buffer("count", torch.ones(3))
     engine = deepspeed.initialize(model=model, config=config)[0]
-    engine.backward(engine(torch.ones(4, 8), 1))
-    engine.step()
+    train_step(engine, engine(torch.ones(4, 8), 1))
     engine.save_checkpoint(folder)
     named = engine.module.named_parameters()
     return {name: deepspeed.utils.safe_get_full_fp32_param(one) for name, one in named if one.requires_grad}
@@ -291,8 +291,7 @@ def _write_and_compare(folder: Path) -> None:
     functions = deepspeed.utils.zero_to_fp32
     found = functions.get_fp32_state_dict_from_zero_checkpoint(folder)
     assert found.keys() == {*make_model().state_dict(), "count"}
-    for name, want in masters.items():
-        assert torch.equal(found[name], want), name
+    assert_same(found, masters)
     trained = functions.get_fp32_state_dict_from_zero_checkpoint(folder, exclude_frozen_parameters=True)
     assert found.keys() - trained.keys() == {"last.weight"}
     _require_gathered_load(folder)
@@ -338,8 +337,7 @@ def test_unused_and_frozen_parameters_have_the_states_that_deepspeed_gives_them(
         engine = deepspeed.initialize(model=model, config=document)[0]
         unused = model.routed.experts[2].steps[0].weight
         before = utils.safe_get_full_fp32_param(unused)
-        engine.backward(engine(*give(0)))
-        engine.step()
+        train_step(engine, engine(*give(0)))
         # As in plain torch, without weight decay, though its states are said to be those of a gradient of zeros.
         assert torch.equal(utils.safe_get_full_fp32_param(unused), before)
         assert not utils.safe_get_full_optimizer_state(unused, "exp_avg").any()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from zeromesh import deepspeed
 from zeromesh.config.engine_answers import ANSWERS
 from zeromesh.deepspeed.questions import ATTRIBUTES, QUESTIONS
@@ -112,7 +112,8 @@ def asked(engine: Any, name: str) -> Any:
     return value() if name.endswith("()") else value
 
 
-def answers() -> None:
+@on_ranks(2)
+def test_every_name_answers_at_every_stage() -> None:
     rank = torch.distributed.get_rank()
     for stage in STAGES:
         engine, model = make(stage)
@@ -184,11 +185,9 @@ def answers() -> None:
         engine.destroy()
 
 
-def test_every_name_answers_at_every_stage() -> None:
-    run_ranks(answers, 2)
-
-
-def states(folder: str) -> None:
+@on_ranks(2)
+def test_states_are_shown_moved_saved_and_loaded(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     reference = None
     for stage in STAGES:
         engine, _model = make(stage)
@@ -249,10 +248,6 @@ def states(folder: str) -> None:
 
         engine.load_checkpoint(f"{folder}/{stage}", load_module_only=True, custom_load_fn=halve)
         assert torch.equal(engine.module_state_dict()["first.weight"], result["first.weight"] / 2)
-
-
-def test_states_are_shown_moved_saved_and_loaded(tmp_path: Path) -> None:
-    run_ranks(states, 2, str(tmp_path))
 
 
 def parameters() -> None:

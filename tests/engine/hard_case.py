@@ -40,26 +40,22 @@ class Trainer(Protocol):
         """Differentiate; ``update`` ends the micro-batch, and after the last one of them the parameters are updated."""
 
     def refused(self, message: str, action: Callable[[], object], only_if_sharded: bool = False) -> None:
-        """The engine must refuse the action with a message, and be as before. Plain torch does not try it."""
+        """Require that the engine refuses the action with a message, and is as before. Plain torch does not try it."""
 
     def breaks(self, action: Callable[[], object]) -> None:
-        """The action raises ``Broken``, and leaves nothing behind."""
-
-
-class Broken(Exception):
-    """What programs raise to be tested."""
+        """Require that the action raises ``Interruption``, and leaves nothing behind."""
 
 
 Program = Callable[[Trainer], None]
 
 
 def loss_of(output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """A target that depends on the input, so that every output element has a gradient of its own."""
+    """Return a target that depends on the input, so that every output element has a gradient of its own."""
     return (output - x.roll(1, -1).cos()).square().mean()
 
 
 def once(t: Trainer) -> None:
-    """The ordinary step."""
+    """Take the ordinary step."""
     x = t.batch()
     t.backward(loss_of(t.model(x), x))
 
@@ -114,7 +110,7 @@ class Table(dict[str, Case]):
     """Cases by name."""
 
     def add(self, name: str, program: Program = once, **options: Any) -> Callable[[Any], Any]:
-        """Decorator: put a model into the table."""
+        """Put a model into the table, as a decorator."""
 
         def put(model: Any) -> Any:
             assert name not in self, name

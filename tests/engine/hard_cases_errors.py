@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from hard_case import Block, Broken, Stack, Table, Trainer, loss_of, once
+from hard_case import Block, Stack, Table, Trainer, loss_of, once
+from run import Interruption
 
 CASES = Table()
 
@@ -29,14 +30,6 @@ def update_between_forward_and_backward(t: Trainer) -> None:
     early = loss_of(t.model(x), x)
     t.backward(loss_of(t.model(x), x))
     t.refused("updated between a forward and its backward", lambda: t.model.backward(early))
-
-
-def update_and_a_stash(t: Trainer) -> None:
-    x = t.batch()
-    t.model(x)
-    early = t.module.blocks[1].stash
-    once(t)
-    t.refused("updated between a forward and its backward", lambda: t.model.backward(early), only_if_sharded=True)
 
 
 def saved_activation_changed_in_place(t: Trainer) -> None:
@@ -91,7 +84,7 @@ class Breaking(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> Any:
-        raise Broken
+        raise Interruption
 
 
 class BreakingStack(Stack):
@@ -101,7 +94,7 @@ class BreakingStack(Stack):
     def run(self, h: torch.Tensor) -> torch.Tensor:
         for index, block in enumerate(self.blocks):
             if index == self.breaks_before:
-                raise Broken
+                raise Interruption
             if index == self.backward_breaks_before:
                 h = Breaking.apply(h)
             h = block(h)

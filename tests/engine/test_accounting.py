@@ -18,6 +18,7 @@ import zeromesh
 from harness import on_ranks, run_ranks
 from heap import Heap
 from models import Block
+from run import start_engine, train_step
 from wire import sent_by_this_process, sent_over_loopback
 
 linux = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc 2.33 and Linux count")
@@ -206,8 +207,7 @@ class Measured:  # one rank's; all bytes. ``sent`` is for ``STEPS`` updates, ``p
 
 def update(engine: zeromesh.Engine, tokens: torch.Tensor) -> None:
     for _ in range(engine.gradient_accumulation_steps()):
-        engine.backward(engine(tokens))
-        engine.step()
+        train_step(engine, engine(tokens))
 
 
 def quiet(engine: zeromesh.Engine, tokens: torch.Tensor) -> None:
@@ -371,8 +371,7 @@ def test_calls_are_counted_until_the_count_is_reset() -> None:
     engine.traffic_report(reset=True)
     nothing = engine.traffic_report()
     tokens = torch.randint(0, 1500, (2, 4))
-    engine.backward(engine(tokens))
-    engine.step()
+    train_step(engine, engine(tokens))
     first = engine.traffic_report()
     nothing, first, again = nothing, first, engine.traffic_report(reset=True)
     assert nothing == {}
@@ -386,8 +385,7 @@ def test_one_rank_moves_nothing_and_the_process_is_measured_beside_the_report() 
     engine, *_ = zeromesh.initialize(model=Net(0), config={**Case(3).config, "mesh": {"data": 1}})
     tokens = torch.randint(0, 1500, (2, 4))
     engine.traffic_report(reset=True)
-    engine.backward(engine(tokens))
-    engine.step()
+    train_step(engine, engine(tokens))
     assert not any(entry["bytes"] for entry in engine.traffic_report().values())
     report = engine.memory_report()
     measured = report["measured"]
@@ -415,12 +413,10 @@ class Keeper(nn.Module):
 @on_ranks(2)
 def test_an_engine_that_nobody_needs_gives_all_its_memory_back(row: int, bf16: bool) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)), nn.BatchNorm1d(64), Keeper())
-    settings = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": row}, "bf16": {"enabled": bf16}}
-    engine = zeromesh.initialize(model=model, config=settings)[0]
+    engine = start_engine(model, optimizer={"type": "AdamW"}, stage=row, bf16=bf16)
     for _ in range(2):
         loss = engine(torch.ones(4, 64, dtype=torch.bfloat16 if bf16 else torch.float32)).square().mean()
-        engine.backward(loss)
-        engine.step()
+        train_step(engine, loss)
         loss = engine(torch.ones(4, 64, dtype=torch.bfloat16 if bf16 else torch.float32)).square().mean()
         engine.backward(loss)
         engine.zero_grad()

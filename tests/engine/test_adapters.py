@@ -15,7 +15,9 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
-from huggingface_models import MODELS, VOCABULARY
+from huggingface_models import MODELS, token_batches
+from models import next_token_loss
+from run import adamw, configuration, plain_step, sgd, start_engine, train_step
 from zeromesh.checkpoint.weights import export
 from zeromesh.shard.parameters import deferred
 
@@ -45,16 +47,6 @@ def adapted(model: nn.Module, kind: str, dtype: torch.dtype) -> Any:
     return peft.get_peft_model(model, options).to(dtype)
 
 
-def batches() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randint(0, VOCABULARY, (4, 8), generator=generator) for _ in range(STEPS)]
-
-
-def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:  # not the model's own, which is computed in fp32
-    logits = model(input_ids=tokens).logits
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-
 @cache
 def plain(folder: Path, kind: str) -> tuple[list[float], Any]:
     import transformers
@@ -62,13 +54,7 @@ def plain(folder: Path, kind: str) -> tuple[list[float], Any]:
     model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
     model = adapted(model, kind, torch.float64)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
-    losses = []
-    for tokens in batches():
-        loss = loss_of(model, tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = [plain_step(optimizer, next_token_loss(model, tokens)) for tokens in token_batches(STEPS)]
     return losses, model
 
 
@@ -83,26 +69,18 @@ def train(folder: Path, output: Path, kind: str, row: int, dtype: torch.dtype, d
         )  # fmt: skip
         with zeromesh.zero.Init(enabled=deferring):
             model = adapted(model, kind, dtype)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": row},
-        "bf16": {"enabled": bf16},
-    }
-    engine = zeromesh.initialize(model=model, config=config)[0]
-    losses = []
-    for tokens in batches():
-        loss = loss_of(engine, tokens.chunk(engine.data_size)[engine.data_rank])
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+    engine = start_engine(model, micro=2, optimizer=adamw(1e-2), stage=row, bf16=bf16)
+    losses = [
+        train_step(engine, next_token_loss(engine, tokens.chunk(engine.data_size)[engine.data_rank]))
+        for tokens in token_batches(STEPS)
+    ]
     engine.save_16bit_model(output / "adapters")
     engine.save_16bit_model(output / "merged", merge_adapters=True)
     state = engine.state_dict()
     return losses, {name: value for name, value in state.items() if not names_adapter(name)}
 
 
-def configuration(folder: Path) -> dict[str, Any]:
+def adapter_config(folder: Path) -> dict[str, Any]:
     values: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text())
     return {**values, "target_modules": sorted(values["target_modules"])}  # PEFT has them as a set
 
@@ -145,14 +123,14 @@ def test_adapters_are_those_of_plain_peft(kind, row, deferring, folder, tmp_path
     for name, value in wanted.items():
         assert found[name].numel() > 0
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9)
-    assert configuration(tmp_path / "adapters") == configuration(tmp_path / "plain")
+    assert adapter_config(tmp_path / "adapters") == adapter_config(tmp_path / "plain")
     # The base is what it was, bit for bit.
     untouched = {name: value for name, value in expected.state_dict().items() if not names_adapter(name)}
     for _, base in ranks:
         assert base.keys() == untouched.keys()
         assert [name for name, value in untouched.items() if not torch.equal(base[name], value)] == []
     # What PEFT makes of the folder, and what is merged, compute the same.
-    tokens = batches()[0]
+    tokens = token_batches(STEPS)[0]
     base = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapters", autocast_adapter_dtype=False)
     merged = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
@@ -179,7 +157,7 @@ def test_adapters_of_experts_are_merged(tmp_path: Path) -> None:
     engine.save_16bit_model(tmp_path / "merged", merge_adapters=True)
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    tokens = batches()[0]
+    tokens = token_batches(STEPS)[0]
     with torch.no_grad():
         logits = engine(input_ids=tokens).logits
         torch.testing.assert_close(merged(tokens).logits, logits, rtol=1e-4, atol=1e-4)
@@ -209,12 +187,8 @@ def tied(output: Path) -> dict[str, torch.Tensor]:
     if torch.distributed.get_rank() == 0:
         MODELS["qwen3"].build().save_pretrained(output / "base")
     torch.distributed.barrier()
-    tokens, logits = batches()[0], {}
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-1}},
-        "zero_optimization": {"stage": 3},
-    }
+    tokens, logits = token_batches(STEPS)[0], {}
+    config = configuration(micro=4, optimizer=adamw(1e-1), stage=3)
     for kind, options in TIED.items():
         torch.manual_seed(7)
         model: Any = zeromesh.from_pretrained(output / "base")
@@ -222,8 +196,7 @@ def tied(output: Path) -> dict[str, torch.Tensor]:
             model = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", **options))
         engine = zeromesh.initialize(model=model, config=config)[0]
         for _ in range(2):
-            engine.backward(loss_of(engine, tokens))
-            engine.step()
+            train_step(engine, next_token_loss(engine, tokens))
         engine.save_16bit_model(output / kind / "merged", merge_adapters=True)
         engine.save_16bit_model(output / kind / "adapters")
         engine.eval()
@@ -239,7 +212,7 @@ def test_a_tied_embedding_that_adapters_take_apart_is_written_apart(tmp_path: Pa
     import transformers
 
     expected = run_ranks(tied, 2, tmp_path, timeout=LIMIT)[0]
-    make, tokens = transformers.AutoModelForCausalLM.from_pretrained, batches()[0]
+    make, tokens = transformers.AutoModelForCausalLM.from_pretrained, token_batches(STEPS)[0]
     for kind, logits in expected.items():
         merged = make(tmp_path / kind / "merged", dtype=torch.float32)
         adapted = peft.PeftModel.from_pretrained(
@@ -263,8 +236,7 @@ def test_in_16_bits_adapters_are_written_from_their_masters(folder: Path, tmp_pa
 
 
 def test_merging_needs_adapters(tmp_path: Path) -> None:
-    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    engine = zeromesh.initialize(model=nn.Linear(2, 2), config=config)[0]
+    engine = start_engine(nn.Linear(2, 2), optimizer=sgd(0.1))
     with pytest.raises(ValueError, match="Linear has no adapters of PEFT"):
         engine.save_16bit_model(tmp_path, merge_adapters=True)
     with pytest.raises(ValueError, match=r"save_filename = 'pytorch_model.bin' must end in .safetensors"):
@@ -279,8 +251,7 @@ def test_prompts_are_written_by_peft_itself(merge: bool, folder: Path, tmp_path:
     model: Any = zeromesh.from_pretrained(folder)
     with zeromesh.zero.Init():
         model = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
-    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 3}}
-    engine = zeromesh.initialize(model=model, config=config)[0]
+    engine = start_engine(model, optimizer=sgd(0.1), stage=3)
     with pytest.raises(
         ValueError, match="PROMPT_TUNING learns prompts.* inside zeromesh.zero.GatheredParameters.* writes them"
     ):
@@ -291,10 +262,9 @@ def test_prompts_are_written_by_peft_itself(merge: bool, folder: Path, tmp_path:
 
 
 def save_where_ranks_differ(folder: Path, output: Path) -> str:
-    engine = zeromesh.initialize(
-        model=adapted(zeromesh.from_pretrained(folder), "attention", torch.float32),
-        config={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 3}},
-    )[0]
+    engine = start_engine(
+        adapted(zeromesh.from_pretrained(folder), "attention", torch.float32), optimizer=sgd(0.1), stage=3
+    )
     # Rank 1 does not see the base model's folder, and PEFT chooses otherwise there.
     choice = {"return_value": set()} if torch.distributed.get_rank() else {"wraps": export.adapter_names}
     with patch.object(export, "adapter_names", **choice):

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 import zeromesh
+from compare import assert_same
 from harness import on_ranks, run_ranks
 from numerics import Net, batch, build_net
+from run import train_step
 
 LIMIT = 30
 """Seconds in which every rank must know."""
@@ -44,8 +46,7 @@ def loss_of(engine: zeromesh.Engine, step: int = 0) -> torch.Tensor:
 def train(engine: zeromesh.Engine, steps: range) -> None:
     for step in steps:
         for _ in range(engine.gradient_accumulation_steps()):
-            engine.backward(loss_of(engine, step))
-            engine.step()
+            train_step(engine, loss_of(engine, step))
 
 
 def state(engine: zeromesh.Engine) -> dict[str, torch.Tensor]:
@@ -56,11 +57,6 @@ def state(engine: zeromesh.Engine) -> dict[str, torch.Tensor]:
             for key, value in engine.optimizer.state.get(piece.parameter, {}).items():
                 found[f"{piece.name} {key}"] = value.clone()
     return found
-
-
-def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == expected.keys()
-    assert all(torch.equal(got[name], value) for name, value in expected.items())
 
 
 BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
@@ -182,8 +178,7 @@ def train_compiled(kind: str, row: int) -> dict[str, torch.Tensor]:
     settings = config(row, units=compile_parts(model, kind), optimizer={"type": "SGD", "params": {"lr": 0.1}})
     engine, *_ = zeromesh.initialize(model=model, config=settings)
     for step in range(3):
-        engine.backward(engine(torch.ones(2, 4) * (step + engine.data_rank)))
-        engine.step()
+        train_step(engine, engine(torch.ones(2, 4) * (step + engine.data_rank)))
     return {name.replace("_orig_mod.", ""): value for name, value in engine.gathered_state_dict().items()}
 
 
@@ -412,13 +407,11 @@ def test_a_loss_that_cannot_be_differentiated_is_refused_and_harms_nothing(row: 
 def test_a_step_without_a_backward_is_refused() -> None:
     engine = start(2, gradient_accumulation_steps=3)
     assert "without backward" in message(engine.step, RuntimeError)
-    engine.backward(loss_of(engine))
-    engine.step()
+    train_step(engine, loss_of(engine))
     assert "without backward" in message(engine.step, RuntimeError), "one micro-batch is one step"
     assert engine.micro_steps == 1
     for _ in range(2):
-        engine.backward(loss_of(engine))
-        engine.step()
+        train_step(engine, loss_of(engine))
     assert engine.global_steps == 1
     assert "without backward" in message(engine.step, RuntimeError)
     without, *_ = zeromesh.initialize(model=build_net(torch.float64), config=config(optimizer="auto"))
@@ -442,8 +435,7 @@ def test_a_loss_that_is_nan_on_one_rank_stops_all_and_training_can_go_on(row: in
     engine, other = (start(row, gradient_accumulation_steps=2, **options) for _ in range(2))
     train(engine, range(2))
     train(other, range(2))
-    engine.backward(loss_of(engine))
-    engine.step()
+    train_step(engine, loss_of(engine))
     loss = loss_of(engine)
     engine.backward(poison(engine, loss, "loss") if engine.mesh.rank == 1 else loss)
     found = message(engine.step, FloatingPointError)
@@ -481,8 +473,7 @@ def train_over_infinity(row: int, options: dict[str, Any]) -> tuple[list[str], s
     def bad_update() -> None:
         loss = loss_of(engine)
         assert bool(loss.isfinite())
-        engine.backward(poison(engine, loss, "gradient") if engine.mesh.rank == 1 else loss)
-        engine.step()
+        train_step(engine, poison(engine, loss, "gradient") if engine.mesh.rank == 1 else loss)
 
     with warnings() as first:
         bad_update()

@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 
 import zeromesh
 from harness import on_ranks, run_ranks
+from run import train_step
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
@@ -88,8 +89,7 @@ def other_groups(backend: str | None, mesh: dict[str, int]) -> list[torch.Tensor
         model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
         engine = zeromesh.initialize(model, config=config(zero_optimization={"stage": row}, mesh=mesh))[0]
         for step in range(2):
-            engine.backward(engine(torch.eye(3) + engine.data_rank + step).square().mean())
-            engine.step()
+            train_step(engine, engine(torch.eye(3) + engine.data_rank + step).square().mean())
         state = engine.gathered_state_dict()
         found.append(torch.cat([value.flatten().double() for value in state.values()]) if state else torch.empty(0))
     return found
@@ -184,8 +184,7 @@ def described(model: nn.Module) -> list[Any]:
 def trained(model: nn.Module, settings: dict[str, Any], optimizer: Any) -> dict[str, torch.Tensor]:
     engine = zeromesh.initialize(model, optimizer, config=settings)[0]
     for step in range(3):
-        engine.backward(engine(torch.eye(6) + engine.data_rank + step).square().mean())
-        engine.step()
+        train_step(engine, engine(torch.eye(6) + engine.data_rank + step).square().mean())
     return engine.gathered_state_dict()
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 import zeromesh
 from float8_training import LR, MICRO, STEPS, Net, batch, on_engine, require_same, section
 from harness import on_ranks
+from zeromesh import Settings
 from zeromesh.config.adopt import adopt
 from zeromesh.config.errors import ConfigError
-from zeromesh.config.settings import Settings
 from zeromesh.parallel.activation.compiled import require_backend
 
 RECOMPUTED = {"activation_checkpointing": {"enabled": True}}

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import zeromesh
+from zeromesh import Settings
 from zeromesh.config.errors import ConfigError
-from zeromesh.config.settings import Settings
 from zeromesh.engine.curriculum import LengthCurriculum, length_at
 
 pytestmark = pytest.mark.usefixtures("one_rank")

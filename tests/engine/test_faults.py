@@ -11,6 +11,7 @@ from torch import nn
 
 import zeromesh
 from harness import run_command, run_ranks
+from run import train_step
 from zeromesh.apps.plan.choose.layout_documents import layout_from
 from zeromesh.base.words import bytes_text
 from zeromesh.comm.environment import shutdown
@@ -76,8 +77,7 @@ def losses_of_a_short_pass() -> list[tuple[float, list[float]]]:
     for _ in range(2):
         for x, y in loader:
             loss = (engine(x) - y).abs().mean()
-            engine.backward(loss)
-            engine.step()
+            train_step(engine, loss)
             found.append((loss.item(), x.flatten().tolist()))
     return found
 
@@ -108,8 +108,7 @@ def test_out_of_memory_tells_what_was_planned_what_is_used_and_three_remedies() 
     settings = {**CONFIG, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
     engine = zeromesh.initialize(model=Hungry(), config=settings)[0]
     try:
-        engine.backward(engine(torch.ones(1, 1000)).sum())
-        engine.step()
+        train_step(engine, engine(torch.ones(1, 1000)).sum())
         with pytest.raises(RuntimeError, match="allocate") as caught:
             engine(torch.ones(2, 1000))
         notes = "\n".join(caught.value.__notes__)
@@ -132,8 +131,7 @@ def on_device(zero: dict[str, Any]) -> tuple[int, str]:
     """Bytes of states on the device after a step, and what an error would say there if it were a GPU's."""
     settings = {**CONFIG, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}, "zero_optimization": zero}
     engine = zeromesh.initialize(model=Hungry(), config=settings)[0]
-    engine.backward(engine(torch.ones(1, 1000)).sum())
-    engine.step()
+    train_step(engine, engine(torch.ones(1, 1000)).sum())
     report = engine.memory_report()
     engine.mesh.device = torch.device("cuda")
     note = explain(report, engine.sharded, engine.optimizer, engine.config)

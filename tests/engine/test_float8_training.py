@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import zeromesh
+from compare import assert_same
 from float8_training import LR, MICRO, STEPS, Net, batch, on_engine, plain, require_same, section
 from harness import on_ranks
+from run import train_step, whole_state
 from zeromesh.config.errors import ConfigError
 
 HOST = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
@@ -108,11 +110,8 @@ def gathering(gather: bool, bf16: bool) -> tuple[list[float], dict[str, Tensor],
         sent.clear()
         loss = engine(batch(step, engine.mesh.data_rank))
         sizes = set(sent)
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
-    with zeromesh.zero.GatheredParameters(list(engine.module.parameters())):
-        state = {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
+        losses.append(train_step(engine, loss))
+    state = whole_state(engine.module)
     engine.destroy()
     return losses, state, sizes
 
@@ -122,8 +121,7 @@ def test_gathers_in_float8_send_half_and_change_no_bit() -> None:
     for bf16 in (True, False):
         want, found = gathering(False, bf16), gathering(True, bf16)
         assert found[0] == want[0]
-        for name, value in want[1].items():
-            assert torch.equal(found[1][name], value), name
+        assert_same(found[1], want[1])
         weights = 3 * 32 * 64  # of a block; its norm and biases travel apart
         assert weights // 2 in found[2]
         assert weights // 2 not in want[2]
@@ -143,8 +141,7 @@ def masters(engine: Any) -> list[Tensor]:
 
 
 def step_once(engine: Any, step: int = 0) -> None:
-    engine.backward(engine(batch(step, engine.mesh.data_rank)))
-    engine.step()
+    train_step(engine, engine(batch(step, engine.mesh.data_rank)))
 
 
 @on_ranks(2)
@@ -206,13 +203,7 @@ def test_compiled_blocks_compute_the_same(backend: str) -> None:
         engine = zeromesh.initialize(model=Net(), config={"optimizer": optimizer, **settings})[0]
         if compiled:
             engine.compile(backend=backend, fullgraph=True)
-        found = []
-        for step in range(2):
-            loss = engine(batch(step, 0))
-            engine.backward(loss)
-            engine.step()
-            found.append(float(loss.detach()))
-        return found
+        return [train_step(engine, engine(batch(step, 0))) for step in range(2)]
 
     assert losses(True) == pytest.approx(losses(False), rel=1e-6)
 
@@ -229,13 +220,7 @@ def test_a_small_decoder_learns_nearly_as_in_bf16() -> None:
         config = {"bf16": {"enabled": True}, "optimizer": optimizer, **more}
         engine = zeromesh.initialize(model=Decoder(ModelShape(architecture="llama", **shape)), config=config)[0]
         ids = torch.randint(0, 64, (8, 17), generator=torch.Generator().manual_seed(1))
-        found = []
-        for _ in range(20):
-            loss = engine(ids[:, :-1], ids[:, 1:])
-            engine.backward(loss)
-            engine.step()
-            found.append(float(loss.detach()))
-        return found
+        return [train_step(engine, engine(ids[:, :-1], ids[:, 1:])) for _ in range(20)]
 
     want = losses({})
     assert want[-1] < 0.6 * want[0]

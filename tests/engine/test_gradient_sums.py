@@ -10,6 +10,7 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
+from run import train_step
 from zeromesh.apps.train.architectures.decoder import Decoder
 from zeromesh.config.train import ModelShape
 from zeromesh.shard.sharded import ShardedModel
@@ -32,8 +33,7 @@ def summed(stage: int) -> list[torch.Tensor]:
     model = net()
     engine = zeromesh.initialize(model=model, config=config)[0]
     for number in range(2):
-        engine.backward(engine(data(engine.data_rank, number)).square().mean())
-        engine.step()
+        train_step(engine, engine(data(engine.data_rank, number)).square().mean())
     return list(engine.gathered_state_dict().values())
 
 
@@ -131,8 +131,7 @@ def trained(stage: int, name: str, watch: str = "") -> tuple[list[torch.Tensor],
     with patch.object(ShardedModel, "set_gradients", noted):
         for number in range(4):
             batch = tokens.roll(number, 1)
-            engine.backward(engine(batch[:, :-1], batch[:, 1:]))
-            engine.step()
+            train_step(engine, engine(batch[:, :-1], batch[:, 1:]))
     sizes = [flat.master.nbytes for flat in engine.sharded.flats]
     return list(engine.gathered_state_dict().values()), found, sizes, len(calls)
 

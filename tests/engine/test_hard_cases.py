@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-import zeromesh
-from hard_case import WIDTH, Broken, Case
+from hard_case import WIDTH, Case
 from hard_cases import CASES
 from harness import run_ranks
+from run import Interruption, start_engine
 from zeromesh.shard.parameters import slots
 from zeromesh.shard.parameters.slots import Pool, Slot
 from zeromesh.shard.parameters.unit import State, Unit
@@ -96,7 +96,7 @@ class WithEngine(Worker):  # the engine; ``plainly``: by the lines that plain to
             action()
 
     def breaks(self, action: Callable[[], object]) -> None:
-        with pytest.raises(Broken):
+        with pytest.raises(Interruption):
             action()
 
 
@@ -180,16 +180,16 @@ def memory_full_of_nan() -> Iterator[None]:
 def start(case: Case, variant: str) -> WithEngine:
     row, budget = VARIANTS[variant]
     kind, options = case.optimizer
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": case.micro_batches,
-        "optimizer": {"type": kind, "params": options},
-        "zero_optimization": {"stage": row},
-        "slots": {"parameter": budget, "gradient": budget},
-        **case.config,
-    }
     model = make(case.model)
-    engine = zeromesh.initialize(model=model, config=config)[0]
+    engine = start_engine(
+        model,
+        case.config,
+        micro=1,
+        accumulation=case.micro_batches,
+        optimizer={"type": kind, "params": options},
+        stage=row,
+        slots={"parameter": budget, "gradient": budget},
+    )
     case.prepare(engine)
     return WithEngine(engine, model, engine.data_rank, engine.data_size, variant in IN_TORCHS_WORDS)
 

@@ -14,6 +14,8 @@ from torch import nn
 import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS, PAGE, VOCABULARY, Batch, Model, page, tokens
+from run import configuration, plain_step, train_step, whole_state
+from tensor_models import share
 from zeromesh.shard.parameters import deferred
 
 RANKS = 2
@@ -31,11 +33,6 @@ Result = tuple[list[float], dict[str, torch.Tensor]]
 def batches(model: Model) -> list[Batch]:
     generator = torch.Generator().manual_seed(5)
     return [model.batch(generator) for _ in range(STEPS)]
-
-
-def share(batch: Batch, rank: int, ranks: int, dtype: torch.dtype) -> Batch:
-    cut = {name: tensor.chunk(ranks)[rank] for name, tensor in batch.items()}
-    return {name: part.to(dtype) if part.is_floating_point() else part for name, part in cut.items()}
 
 
 def as_it_is(model: Any) -> None:
@@ -90,17 +87,7 @@ def plain(name: str, change: Callable[[Any], None] = as_it_is, reference: Any = 
 
 
 def config(row: int, **further: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": OPTIMIZER},
-        "zero_optimization": {"stage": row},
-        **further,
-    }
-
-
-def state(engine: Any) -> dict[str, torch.Tensor]:
-    with zeromesh.zero.GatheredParameters(list(engine.module.parameters())):
-        return {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
+    return configuration(micro=2, optimizer={"type": "AdamW", "params": OPTIMIZER}, stage=row) | further
 
 
 def train(
@@ -115,12 +102,9 @@ def train(
     losses = []
     for batch in batches(case):
         batch = share(batch, engine.data_rank, engine.data_size, case.dtype)
-        loss = engine(**batch, **case.arguments).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(train_step(engine, engine(**batch, **case.arguments).loss))
     # ----
-    result = [unit.name for unit in engine.sharded.units[1:]], (losses, state(engine))
+    result = [unit.name for unit in engine.sharded.units[1:]], (losses, whole_state(engine.module))
     engine.destroy()
     return result
 
@@ -249,9 +233,7 @@ def generate(name: str, row: int, options: dict[str, Any]) -> list[torch.Tensor]
         engine.eval()
         found += generated(engine, engine.data_rank, **options)
         engine.train()
-        loss = engine(**share(batch, engine.data_rank, engine.data_size, case.dtype)).loss
-        engine.backward(loss)
-        engine.step()
+        train_step(engine, engine(**share(batch, engine.data_rank, engine.data_size, case.dtype)).loss)
     engine.eval()
     return [*found, *generated(engine, engine.data_rank, **options)]
 
@@ -267,9 +249,7 @@ def check_generation(name: str, row: int, options: dict[str, Any], further: dict
             expected[rank] += generated(model, rank, **options)
         if batch is not None:
             model.train()
-            model(**share(batch, 0, 1, case.dtype)).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            plain_step(optimizer, model(**share(batch, 0, 1, case.dtype)).loss)
     for found, wanted in zip(
         run_ranks(generate, RANKS, name, row, {**options, **further}, timeout=LIMIT), expected, strict=True
     ):

@@ -16,7 +16,7 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-11}  # float64; sums over the batch are added 
 
 
 def network(**options: object) -> nn.Sequential:
-    """A small network of float64 with batch norms over images and over vectors."""
+    """Return a small network of float64 with batch norms over images and over vectors."""
     torch.manual_seed(3)
     return nn.Sequential(
         nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4, **options), nn.ReLU()), nn.Flatten(),

@@ -37,7 +37,6 @@ PAIRS = [Case(**values) for values in pairwise(FACTORS, seed=2)]
 USUAL = {**FACTORS, "policy": [name for name in FACTORS["policy"] if "slots" not in name or "all" in name]}
 """Budgets of slots, but for one, are compared bit for bit below."""
 
-FULL_PRECISION = ("float64", "fp32")
 SHARDED = [name for name, (row, _) in numerics.POLICIES.items() if row > 0]
 """The policies whose optimizer is sharded, which differ only in when and where things are in memory."""
 

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 import zeromesh
 from harness import on_ranks, run_ranks
-from huggingface_models import MODELS, VOCABULARY
+from huggingface_models import MODELS, token_batches
+from run import configuration, plain_step, sgd, train_on_tokens
 from zeromesh.base.quantized_layers import dense, layers, parts, states
 from zeromesh.checkpoint.weights import quantize_weights as quantized
 from zeromesh.checkpoint.weights.pretrained import HASHED
@@ -84,22 +85,11 @@ def loaded(folder: Path, kind: str) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
 
 
-def batches() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randint(0, VOCABULARY, (4, 8), generator=generator) for _ in range(STEPS)]
-
-
 @cache
 def plain(folder: Path, kind: str, adapters: str = "lora") -> tuple[list[float], dict[str, torch.Tensor]]:
     model = adapted(loaded(folder, kind), adapters)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
-    losses = []
-    for tokens in batches():
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = [plain_step(optimizer, model(input_ids=tokens, labels=tokens).loss) for tokens in token_batches(STEPS)]
     return losses, {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -107,19 +97,7 @@ def settings(stage: int, offload: str | None = None) -> dict[str, Any]:
     places = {} if offload is None else {"offload_optimizer": {"device": offload}}
     if offload is not None and stage == 3:
         places["offload_param"] = {"device": offload}
-    return {
-        "train_batch_size": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
-        "zero_optimization": {"stage": stage, **places},
-    }
-
-
-def step(engine: Any, tokens: torch.Tensor) -> float:
-    mine = tokens.chunk(engine.data_size)[engine.data_rank]
-    loss = engine(input_ids=mine, labels=mine).loss
-    engine.backward(loss)
-    engine.step()
-    return float(loss.detach())
+    return configuration(batch=4, optimizer=sgd(0.5), zero={"stage": stage, **places})
 
 
 def train(folder: Path, kind: str, adapters: str, stage: int, offload: str | None) -> Any:
@@ -127,7 +105,7 @@ def train(folder: Path, kind: str, adapters: str, stage: int, offload: str | Non
     before = {name: (dense(layer), [one.clone() for one in states(layer)]) for name, layer in layers(model)}
     whole = sum(part.nbytes for p in model.parameters() for _, part in parts(p) if not p.requires_grad)
     engine = zeromesh.initialize(model=model, config=settings(stage, offload))[0]
-    losses = [step(engine, tokens) for tokens in batches()]
+    losses = [train_on_tokens(engine, tokens) for tokens in token_batches(STEPS)]
     report = engine.memory_report()["parameter"]
     with zeromesh.zero.GatheredParameters(model.parameters()):
         trained = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
@@ -249,7 +227,7 @@ def train_saved(path: Path, stage: int, adapters: str = "lora") -> Any:
         with zeromesh.zero.Init():
             model = adapted(zeromesh.from_pretrained(path, deferred=adapters != "dora"), adapters)
         engine = zeromesh.initialize(model=model, config=settings(stage))[0]
-    losses = [step(engine, tokens) for tokens in batches()]
+    losses = [train_on_tokens(engine, tokens) for tokens in token_batches(STEPS)]
     names = [f"{name}.weight".removeprefix("base_model.model.").replace(".base_layer", "") for name, _ in layers(model)]
     engine.destroy()
     return losses, [read[name] for name in names]
@@ -260,9 +238,9 @@ def train_saved(path: Path, stage: int, adapters: str = "lora") -> Any:
 def test_no_layer_keeps_its_weight_in_memory_from_its_forward_to_its_backward(kind: str, folder: Path) -> None:
     engine = zeromesh.initialize(model=adapted(loaded(folder, kind)), config=settings(3))[0]
     units = [unit for unit in engine.sharded.units if unit is not engine.sharded.root]
-    step(engine, batches()[0])
+    train_on_tokens(engine, token_batches(STEPS)[0])
     before = [unit.storage._cdata for unit in units]
-    step(engine, batches()[1])
+    train_on_tokens(engine, token_batches(STEPS)[1])
     # A unit whose memory somebody holds as it is evicted gets another storage.
     assert [unit.storage._cdata for unit in units] == before
 
@@ -274,7 +252,7 @@ def test_transformers_reads_and_quantizes_inside_of_init(kind: str, folder: Path
     with patch("zeromesh.shard.parameters.deferred.LARGE", 1), zeromesh.zero.Init():
         model = adapted(loaded(folder, kind))
     engine = zeromesh.initialize(model=model, config=settings(3))[0]
-    assert [step(engine, tokens) for tokens in batches()] == plain(folder, kind)[0]
+    assert [train_on_tokens(engine, tokens) for tokens in token_batches(STEPS)] == plain(folder, kind)[0]
 
 
 SAVED = [(kind, stage) for kind in KINDS[:5] for stage in range(4)]
@@ -316,7 +294,7 @@ def test_merged_weights_are_those_of_peft_on_dequantized_ones(kind, adapters, fo
     with zeromesh.zero.Init():
         model = adapted(model, adapters, init_lora_weights=False)
     engine = zeromesh.initialize(model=model, config=settings(3))[0]
-    step(engine, batches()[0])
+    train_on_tokens(engine, token_batches(STEPS)[0])
     engine.save_16bit_model(tmp_path / "merged", merge_adapters=True)
     engine.save_16bit_model(tmp_path / "adapters")
     values = {name: dense(layer) for name, layer in layers(loaded(folder, kind))}
@@ -334,11 +312,11 @@ def test_merged_weights_are_those_of_peft_on_dequantized_ones(kind, adapters, fo
 def resume(folder: Path, kind: str, stage: int, run: Path, save: bool) -> Any:
     engine = zeromesh.initialize(model=adapted(loaded(folder, kind)), config=settings(stage))[0]
     if save:
-        losses = [step(engine, tokens) for tokens in batches()[:-1]]
+        losses = [train_on_tokens(engine, tokens) for tokens in token_batches(STEPS)[:-1]]
         engine.save_checkpoint(run)
     else:
         engine.load_checkpoint(run)
-        losses = [step(engine, batches()[-1])]
+        losses = [train_on_tokens(engine, token_batches(STEPS)[-1])]
     return losses
 
 
@@ -401,7 +379,7 @@ def train_in_stages(folder: Path, kind: str, stage: int, deferred: bool) -> Any:
         model = adapted(loaded(folder, kind))
     config = settings(stage) | {"mesh": {"pipeline": 2}, "train_micro_batch_size_per_gpu": 2}
     engine = zeromesh.initialize(model=model, config=config)[0]
-    micro = [iter([{"input_ids": rows, "labels": rows} for rows in tokens.chunk(2)]) for tokens in batches()]
+    micro = [iter([{"input_ids": rows, "labels": rows} for rows in tokens.chunk(2)]) for tokens in token_batches(STEPS)]
     losses = [float(engine.train_batch(one)) for one in micro]
     return losses, sum(engine.memory_report()["parameter"].values())
 

@@ -9,6 +9,7 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks, spawn_ranks
+from run import sgd, start_engine, train_step, whole_parameters
 from zeromesh.comm import watchdog
 
 BLOCKS, STEPS = 5, 3
@@ -37,20 +38,11 @@ def batch_of(rank: int, step: int) -> torch.Tensor:
 
 def train(seed: int, slots: int, patience: float = 30.0) -> list[torch.Tensor]:
     watchdog.PATIENCE = patience
-    config = {
-        "train_micro_batch_size_per_gpu": 3,
-        "zero_optimization": {"stage": 3},
-        "slots": {"parameter": slots},
-        "units": ["Linear"],
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    }
-    engine, *_ = zeromesh.initialize(model=Program(), config=config)
+    engine = start_engine(Program(), micro=3, stage=3, slots={"parameter": slots}, units=["Linear"], optimizer=sgd(0.1))
     rank = engine.mesh.rank
     for step in range(STEPS):
-        engine.backward(engine(batch_of(rank, step), calls_of(seed, rank, step)))
-        engine.step()
-    with zeromesh.zero.GatheredParameters(engine.parameters()):
-        return [parameter.detach().clone() for parameter in engine.parameters()]
+        train_step(engine, engine(batch_of(rank, step), calls_of(seed, rank, step)))
+    return list(whole_parameters(engine.module).values())
 
 
 def plain(seed: int, ranks: int) -> list[torch.Tensor]:
@@ -82,8 +74,7 @@ def use_again_on_one_rank() -> None:  # rank 0 comes back to a block whose slot 
         model=Program(), config=config | {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     )
     calls = [0, 1, 2, 0, 3, 4] if engine.mesh.rank == 0 else [0, 1, 2, 3, 4]
-    engine.backward(engine(batch_of(0, 0), calls))
-    engine.step()
+    train_step(engine, engine(batch_of(0, 0), calls))
 
 
 @pytest.mark.full

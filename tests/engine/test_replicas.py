@@ -10,6 +10,7 @@ from torch import nn
 
 import zeromesh
 from harness import on_ranks, run_ranks
+from run import adamw, start_engine, train_step
 from zeromesh.engine import replicas
 from zeromesh.engine.replicas import ReplicaMismatch
 
@@ -18,13 +19,7 @@ def engine_of(row: int, settings: dict[str, Any]) -> zeromesh.Engine:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].bias.requires_grad_(False)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": row},
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        **settings,
-    }
-    return zeromesh.initialize(model=model, config=config)[0]
+    return start_engine(model, settings, micro=2, stage=row, optimizer=adamw(0.01))
 
 
 def flip(engine: zeromesh.Engine, name: str, element: int) -> None:
@@ -45,8 +40,7 @@ def said(engine: zeromesh.Engine, what: str, folder: str) -> str:
                 engine.save_checkpoint(folder)
             return "".join(warned)
         for _ in range(4):
-            engine.backward(engine(torch.ones(2, 8)).square().mean())
-            engine.step()
+            train_step(engine, engine(torch.ones(2, 8)).square().mean())
     except ReplicaMismatch as error:
         return str(error)
     return ""

@@ -15,8 +15,7 @@ from safetensors import safe_open
 from torch import nn
 
 import zeromesh
-from zeromesh import zero
-from zeromesh.engine.engine import Engine
+from zeromesh import Engine, zero
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

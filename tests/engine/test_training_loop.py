@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -13,8 +14,10 @@ import torch
 from torch import nn
 
 import zeromesh
+from compare import assert_close
 from harness import on_ranks, run_ranks
 from numerics import BATCH, Net, batch, build_net
+from run import plain_step, train_step
 from zeromesh.shard.optim import schedules
 
 RANKS = 2
@@ -33,12 +36,6 @@ def rows_of(rank: int, micro_batch: int = 0) -> slice:
 
 def both_ranks(micro_batch: int = 0) -> slice:
     return slice(12 * micro_batch, 12 * (micro_batch + 1))
-
-
-def assert_close(got: dict[str, torch.Tensor], model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        error = ((got[name] - parameter.detach()).abs() / (1 + parameter.detach().abs())).max().item()
-        assert error <= 1e-9, f"{name} is off by {error}"
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -184,8 +181,7 @@ def _micro_batch(engine: zeromesh.Engine, way: str, inputs: Any, last: bool) -> 
     if way == "no_sync":
         loss = engine(*inputs)
         if last:
-            engine.backward(loss / 3)
-            engine.step()
+            train_step(engine, loss / 3)
             return loss.item()
         with engine.no_sync():
             engine.backward(loss / 3)
@@ -197,8 +193,7 @@ def _micro_batch(engine: zeromesh.Engine, way: str, inputs: Any, last: bool) -> 
         assert engine.is_gradient_accumulation_boundary() is last
     loss = engine(*inputs)
     # Where the boundary is set by hand, the engine still divides by its own 2 micro-batches.
-    engine.backward(loss * 2 / 3 if way == "boundary" else loss)
-    engine.step()
+    train_step(engine, loss * 2 / 3 if way == "boundary" else loss)
     return loss.item()
 
 
@@ -208,9 +203,7 @@ def test_every_way_to_accumulate_sums_the_same(row: int) -> None:
     model = build_net(torch.float64)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
     for step in range(STEPS):
-        optimizer.zero_grad()
-        model(*batch(step, torch.float64)).backward()
-        optimizer.step()
+        plain_step(optimizer, model(*batch(step, torch.float64)))
     for way in ("config", "no_sync", "boundary", "set_train_batch_size"):
         state, _ = run_ranks(train_by_hand, RANKS, row, "float64", way)[0]
         assert_close(state, model)
@@ -235,8 +228,7 @@ def test_replicated_gradients_are_not_sent_without_sync(row: int) -> None:
         with engine.no_sync():
             engine.backward(engine(*batch(0, torch.float32, rows_of(engine.data_rank))))
         reports.append(engine.traffic_report(reset=True))
-    engine.backward(engine(*batch(0, torch.float32, rows_of(engine.data_rank))))
-    engine.step()
+    train_step(engine, engine(*batch(0, torch.float32, rows_of(engine.data_rank))))
     first, second, last = [*reports, engine.traffic_report()]
     assert not first
     assert not second
@@ -326,9 +318,7 @@ def test_whole_batches_give_the_mean_loss_and_the_update_of_all_micro_batches(fo
         loss = torch.stack([model(*micro_batch) for micro_batch in micro_batches]).mean()
         losses.append(loss.item())
         if step < 3:
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            plain_step(optimizer, loss)
     found = run_ranks(train_whole_batches, RANKS, form)
     assert found[0]["losses"] == found[1]["losses"]
     assert found[0]["losses"] == pytest.approx(losses, rel=1e-12)
@@ -433,10 +423,12 @@ def test_containers_among_the_inputs_stay_what_they_are() -> None:
     assert taken(around)[0].dtype is torch.bfloat16
 
 
-def model_output_in_a_forward(row: int) -> None:
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+@on_ranks(1)
+def test_outputs_of_hugging_face_models_among_the_inputs_stay_what_they_are() -> None:
     from transformers.modeling_outputs import BaseModelOutput
 
-    engine = zeromesh.initialize(Taken(), config=config(row, optimizer=ADAMW, bf16={"enabled": True}))[0]
+    engine = zeromesh.initialize(Taken(), config=config(3, optimizer=ADAMW, bf16={"enabled": True}))[0]
     given = BaseModelOutput(last_hidden_state=torch.ones(2), hidden_states=(torch.ones(3),))
     engine(given=given)
     found = engine.module.given
@@ -447,11 +439,6 @@ def model_output_in_a_forward(row: int) -> None:
     assert given[0].dtype is torch.float32
     engine(given=found)
     assert engine.module.given is found
-
-
-def test_outputs_of_hugging_face_models_among_the_inputs_stay_what_they_are() -> None:
-    pytest.importorskip("transformers")
-    run_ranks(model_output_in_a_forward, 1, 3)
 
 
 class Frozen(nn.Module):
@@ -548,8 +535,7 @@ def test_functional_transformations_are_trained_as_in_torch(row: int, how: str) 
         # torch.func takes no graphs with hooks, which those of sharded parameters have unless these are gathered.
         with zeromesh.zero.GatheredParameters(list(engine.module.parameters())) if gathered else nullcontext():
             loss = engine(rows(step, engine.data_rank))
-        engine.backward(loss)
-        engine.step()
+        train_step(engine, loss)
     found = engine.state_dict()
     model = build_functional(how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
@@ -589,8 +575,7 @@ def test_compile_takes_a_backend_and_options_as_deepspeed_and_as_torch() -> None
 
         engine, *_ = zeromesh.initialize(model=build_functional(""), config=config(3, optimizer=ADAMW))
         engine.compile(remember, **more)
-        engine.backward(engine(rows(0, engine.data_rank)))
-        engine.step()
+        train_step(engine, engine(rows(0, engine.data_rank)))
         found.append(len(graphs))
     plain, in_a_dict, by_name, none = found
     assert plain == none > 0

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeromesh
 from harness import on_ranks, run_ranks
+from run import Interruption, optimizer_of, start_engine, train_step
 from zeromesh.shard.optim.bound import PartHook
 
 RANKS = 2
@@ -40,13 +41,9 @@ def build(kind: type[nn.Module] = Net, dtype: torch.dtype = torch.float64) -> An
 
 
 def start(row: int, model: nn.Module | None = None, **further: Any) -> zeromesh.Engine:
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": row},
-        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
-        **further,
-    }
-    return zeromesh.initialize(model=build() if model is None else model, config=config)[0]
+    return start_engine(
+        build() if model is None else model, further, micro=1, stage=row, optimizer=optimizer_of("SGD", lr=RATE)
+    )
 
 
 def inputs(number: int, rank: int) -> torch.Tensor:
@@ -54,8 +51,7 @@ def inputs(number: int, rank: int) -> torch.Tensor:
 
 
 def train(engine: zeromesh.Engine, number: int) -> None:
-    engine.backward(engine(inputs(number, engine.data_rank)).square().mean())
-    engine.step()
+    train_step(engine, engine(inputs(number, engine.data_rank)).square().mean())
 
 
 def train_plain(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -151,8 +147,7 @@ def test_masters_take_what_is_written_to_their_sixteen_bit_parameters(row: int) 
         before = engine.gathered_state_dict()
         with whole(engine):
             halve(engine.module, how)
-        engine.backward(engine(inputs(0, engine.data_rank)).sum() * 0)
-        engine.step()
+        train_step(engine, engine(inputs(0, engine.data_rank)).sum() * 0)
         after = engine.gathered_state_dict()
         assert all(torch.equal(after[name], value / 2) for name, value in before.items())
 
@@ -166,8 +161,7 @@ def test_writing_what_was_there_leaves_the_masters_last_bits(row: int) -> None:
     nn.init.ones_(model.weight)
     engine = start(row, model, bf16={"enabled": True})
     for _ in range(8):
-        engine.backward(engine(torch.ones(1, WIDTH)).float().sum() * 1e-2)
-        engine.step()
+        train_step(engine, engine(torch.ones(1, WIDTH)).float().sum() * 1e-2)
         with whole(engine), torch.no_grad():
             engine.module.weight.clamp_(-2, 2)
     found = zeromesh.zero.safe_get_full_fp32_param(engine.module.weight).flatten().tolist()
@@ -319,8 +313,7 @@ def test_saved_tensors_go_through_the_users_own_hooks(row: int) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = engine(inputs(0, engine.data_rank)).square().mean()
-    engine.backward(loss)
-    engine.step()
+    train_step(engine, loss)
     assert_same(engine.state_dict(), trained_plainly(1, Deep).state_dict())
     assert count > 12
 
@@ -352,8 +345,7 @@ def test_changes_of_kind_are_refused_by_name(row: int) -> None:
         with whole(engine) if change is widen and row == 3 else nullcontext():
             try:
                 change(engine.module)
-                engine.backward(engine.module.blocks[0](torch.ones(1, WIDTH)).sum())
-                engine.step()
+                train_step(engine, engine.module.blocks[0](torch.ones(1, WIDTH)).sum())
             except RuntimeError as error:
                 found[change.__name__] = str(error)
                 engine.zero_grad()
@@ -398,8 +390,7 @@ def test_whole_states_are_taken_and_loaded_and_leave_nothing_behind(row: int, bf
     given = {name: torch.full_like(value, 1 / 3, dtype=dtype) for name, value in copies.items()}
     result = str(engine.load_state_dict(given))
     loaded = {name: value.clone() for name, value in engine.state_dict().items()}
-    engine.backward(engine(inputs(0, engine.data_rank)).sum() * 0)
-    engine.step()
+    train_step(engine, engine(inputs(0, engine.data_rank)).sum() * 0)
     masters = [zeromesh.zero.safe_get_full_fp32_param(p) for p in engine.module.parameters()]
     found = {
         "views stay": kept,
@@ -452,10 +443,6 @@ def test_frozen_parameters_are_neither_lost_with_a_view_nor_kept_from_being_load
     state = engine.gathered_state_dict()
     found["all is loaded"] = all(torch.equal(state[name], value) for name, value in start_state.items())
     assert found == dict.fromkeys(found, True)
-
-
-class Interruption(Exception):
-    pass
 
 
 def raise_in_backward(engine: zeromesh.Engine) -> None:
@@ -674,7 +661,6 @@ def test_the_loss_scale_is_taken_off_in_the_masters_dtype(row: int) -> None:
         seen.extend(p.grad.abs().max().item() for group in optimizer.param_groups for p in group["params"])
 
     engine.optimizer.register_step_pre_hook(PartHook(look))
-    engine.backward(engine(torch.ones(1, WIDTH)).float().sum() * 3e-9)
-    engine.step()
+    train_step(engine, engine(torch.ones(1, WIDTH)).float().sum() * 3e-9)
     # A gradient is rounded to fp16 when it is computed, and when it is divided among the ranks or summed.
     assert max(seen) == pytest.approx(3e-9, rel=2 * 2**-11)

@@ -9,6 +9,7 @@ from torch import nn
 
 import zeromesh
 from harness import on_ranks, run_ranks
+from run import plain_step, sgd, start_engine, train_step, whole_parameters
 
 BITS = 1e-12
 
@@ -44,13 +45,7 @@ def batch(number: int) -> torch.Tensor:
 
 
 def start(row: int, model: Model) -> zeromesh.Engine:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": row},
-        "slots": {"parameter": 2, "gradient": 2},
-    }
-    return zeromesh.initialize(model=model, config=config)[0]
+    return start_engine(model, micro=2, optimizer=sgd(0.1), stage=row, slots={"parameter": 2, "gradient": 2})
 
 
 Step = Callable[[Any, Any, torch.Tensor], torch.Tensor]
@@ -98,8 +93,7 @@ CASES: dict[str, tuple[Step, type[Model]]] = {
 
 
 def whole(model: nn.Module) -> list[torch.Tensor]:
-    with zeromesh.zero.GatheredParameters(list(model.parameters())):
-        return [parameter.detach().clone() for parameter in model.parameters()]
+    return list(whole_parameters(model).values())
 
 
 def train(row: int) -> dict[str, list[torch.Tensor]]:
@@ -130,9 +124,7 @@ def test_users_lines_train_as_in_plain_torch(row: int) -> None:
         model = make(kind)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for number in range(3):
-            optimizer.zero_grad()
-            step(model, model, batch(number)).backward()
-            optimizer.step()
+            plain_step(optimizer, step(model, model, batch(number)))
         for found in results:
             assert_same(found[name], model, name)
 
@@ -161,15 +153,12 @@ def test_models_that_are_compiled_after_initialize_train(row: int, ways: list[st
         else:
             model.enc[1].compile(backend="aot_eager")
         for number in range(2):
-            engine.backward(call(batch(number)).square().mean())
-            engine.step()
+            train_step(engine, call(batch(number)).square().mean())
         found[way] = whole(model)
     model = make(depth=depth)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(2):
-        optimizer.zero_grad()
-        model(batch(number)).square().mean().backward()
-        optimizer.step()
+        plain_step(optimizer, model(batch(number)).square().mean())
     for way in ways:
         assert_same(found[way], model, way)
 
@@ -180,8 +169,7 @@ def test_a_forward_that_is_called_past_the_hooks_names_the_remedy() -> None:
     engine = start(3, model)
     with pytest.raises(RuntimeError, match=r"call the model, or its methods, through the engine: engine\(\.\.\.\)"):
         model.forward(batch(0))
-    engine.backward(engine(batch(0)).square().mean())
-    engine.step()
+    train_step(engine, engine(batch(0)).square().mean())
 
 
 def test_a_buffer_in_the_memory_of_a_parameter_is_refused() -> None:

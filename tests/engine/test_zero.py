@@ -16,6 +16,7 @@ import zeromesh
 from harness import Pool, on_ranks, run_ranks
 from heap import Heap
 from huggingface_models import MODELS
+from run import adamw, configuration, train_step, whole_parameters
 from zeromesh.shard import sharded as sharded_module
 from zeromesh.shard.parameters import deferred, materialise
 from zeromesh.shard.parameters import flat as flat_module
@@ -244,19 +245,11 @@ def test_init_of_a_model_that_exists_and_init_switched_off_do_nothing() -> None:
             assert not nn.Linear(200, 200).weight.is_meta
 
 
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 2,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
-}
+CONFIG = configuration(micro=2, optimizer=adamw(1e-2, weight_decay=0.1))
 
 
 def start(model: nn.Module, row: int, **config: Any) -> Any:
     return zeromesh.initialize(model=model, config={**CONFIG, "zero_optimization": {"stage": row}, **config})[0]
-
-
-def gathered(engine: Any) -> dict[str, torch.Tensor]:
-    with zeromesh.zero.GatheredParameters(list(engine.module.parameters())):
-        return {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
 
 
 class Blocks(nn.Module):
@@ -289,13 +282,12 @@ def build_in(how: str, row: int, large: int) -> dict[str, torch.Tensor]:
                 model = Blocks()
     with patch.object(materialise, "_is_of_transformers", return_value=True):  # ``Blocks`` sets no values of its own
         engine = start(model, row, seed=7)
-    found = gathered(engine)
+    found = whole_parameters(engine.module)
     assert all(parameter.dtype == torch.float32 for parameter in found.values())
     for step in range(2):
         batch = torch.randint(40, (2, 5), generator=torch.Generator().manual_seed(2 * step + engine.data_rank))
-        engine.backward(engine(batch))
-        engine.step()
-    found |= {f"trained/{name}": value for name, value in gathered(engine).items()}
+        train_step(engine, engine(batch))
+    found |= {f"trained/{name}": value for name, value in whole_parameters(engine.module).items()}
     return found | {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
 
 
@@ -498,8 +490,7 @@ def test_gathered_parameters_are_whole_and_one_ranks_changes_count(row: int, ran
             change()
     batch = torch.arange(10).view(2, 5)
     loss = engine(batch)
-    engine.backward(loss)
-    engine.step()
+    train_step(engine, loss)
     found["loss"] = loss.item()
     torch.manual_seed(0)
     model = Blocks().double()
@@ -528,7 +519,6 @@ def test_states_that_are_not_there_or_are_no_tensors_are_refused() -> None:
     weight = engine.module.head.bias
     with pytest.raises(RuntimeError, match=r"head.bias has no such state yet"):
         zeromesh.zero.safe_set_full_optimizer_state(weight, torch.zeros(40), "exp_avg")
-    engine.backward(engine(torch.arange(10).view(2, 5)))
-    engine.step()
+    train_step(engine, engine(torch.arange(10).view(2, 5)))
     with pytest.raises(ValueError, match=r"'step' of head.bias is .*1"):
         zeromesh.zero.safe_get_full_optimizer_state(weight, "step")

@@ -9,6 +9,7 @@ from torch import nn
 
 import zeromesh
 from harness import on_ranks, run_ranks
+from run import start_engine, train_step
 
 
 class Sparsely(nn.Module):  # has a frozen parameter, one that nothing uses, one that only odd ranks use, and a tie
@@ -91,16 +92,14 @@ def plain_access(ranks: int, accumulation: int) -> list[Tensors]:
 
 def engine_access(row: int, ranks: int, accumulation: int, mesh: dict[str, int]) -> list[Tensors]:
     zero = zeromesh.zero
-    engine = zeromesh.initialize(
-        model=make_sparsely(),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": accumulation,
-            "optimizer": {"type": "AdamW", "params": ADAM},
-            "zero_optimization": {"stage": row},
-            "mesh": mesh,
-        },
-    )[0]
+    engine = start_engine(
+        make_sparsely(),
+        micro=1,
+        accumulation=accumulation,
+        optimizer={"type": "AdamW", "params": ADAM},
+        stage=row,
+        mesh=mesh,
+    )
     named, rank, found = dict(engine.module.named_parameters()), engine.data_rank, []
 
     def each(function: Callable[..., Any], *args: Any) -> Tensors:
@@ -188,16 +187,9 @@ def write(parameter: nn.Parameter, value: float, how: str) -> None:
 @on_ranks(2)
 def test_the_last_of_several_kinds_of_writes_counts_and_none_is_lost(row: int, bf16: bool, how: str) -> None:
     zero = zeromesh.zero
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": ADAM},
-        "zero_optimization": {"stage": row},
-        "bf16": {"enabled": bf16},
-    }
     model = make_sparsely().to(torch.float32 if bf16 else torch.float64)
-    engine = zeromesh.initialize(model=model, config=config)[0]
-    engine.backward(engine(sample(0, 0, engine.data_rank), engine.data_rank))
-    engine.step()
+    engine = start_engine(model, micro=1, optimizer={"type": "AdamW", "params": ADAM}, stage=row, bf16=bf16)
+    train_step(engine, engine(sample(0, 0, engine.data_rank), engine.data_rank))
     named = dict(engine.module.named_parameters())
     first, other, last, third = (named[name] for name in ("blocks.0.weight", "blocks.0.bias", "odd", "blocks.2.bias"))
     for parameter in (first, other, third):

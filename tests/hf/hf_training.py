@@ -28,7 +28,7 @@ EPS = 1e-4
 
 
 def stage(number: int, **more: Any) -> dict[str, Any]:
-    """A configuration as it is written for transformers and Accelerate."""
+    """Return a configuration as it is written for transformers and Accelerate."""
     zero = {"stage": number, "stage3_gather_16bit_weights_on_model_save": True}
     auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
     return {"zero_optimization": zero, **dict.fromkeys(auto, "auto"), "bf16": {"enabled": "auto"}, **more}
@@ -96,7 +96,7 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def transformers_trainer(folder: Path, config: Config, resume: Path | None = None, **more: Any) -> Result:
-    """Evaluation, saving, the best model, accumulation, clipping and a schedule of transformers."""
+    """Train with evaluation, saving, the best model, accumulation, clipping and a schedule of transformers."""
     from transformers import Trainer, TrainingArguments
 
     often = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
@@ -179,7 +179,7 @@ def peft_adapters(folder: Path, config: Config) -> Result:
 
 
 def by_mixin(kind: Any, config: Config, mixin: bool, **more: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """A trainer's class, shared arguments and more: the configuration is ``deepspeed``'s, or the mixin's."""
+    """Return a trainer's class, shared arguments and more: the configuration is ``deepspeed``'s, or the mixin's."""
     if not mixin or config is None:
         return kind, arguments(config, **more), {}
     import zeromesh.hf
@@ -256,7 +256,7 @@ def trl_sft(folder: Path, config: Config, mixin: bool = False) -> Result:
 
 
 def trl_dpo(folder: Path, config: Config, mixin: bool = False) -> Result:
-    """A reference model of its own, which takes part of the weights every second update."""
+    """Train with a reference model of its own, which takes part of the weights every second update."""
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
@@ -271,7 +271,7 @@ def trl_dpo(folder: Path, config: Config, mixin: bool = False) -> Result:
 
 
 def trl_grpo(folder: Path, config: Config, mixin: bool = False, **more: Any) -> Result:
-    """Generation on gathered weights; ranks draw the same numbers with and without ZeroMesh."""
+    """Generate on gathered weights; ranks draw the same numbers with and without ZeroMesh."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -301,7 +301,7 @@ def lightning_module(
     said: Mapping[str, Any] | None = None,
     sgd: bool = False,
 ) -> Result:
-    """A module with accumulation, clipping and validation; ``said`` is in the configuration of the strategy, too."""
+    """Train with accumulation, clipping and validation; ``said`` is in the configuration of the strategy, too."""
     import lightning
     from lightning.pytorch.plugins.environments import LightningEnvironment
     from torch.utils.data import DataLoader

@@ -84,7 +84,7 @@ def by_accelerate(folder: Path) -> Any:
 
 
 def by_lightning(folder: Path) -> Any:
-    """The hook in which Lightning's modules make their layers, with the context of our strategy around it."""
+    """Return the hook in which Lightning's modules make their layers, with the context of our strategy around it."""
     pytest.importorskip("lightning")
     import torch.distributed as dist
     import transformers

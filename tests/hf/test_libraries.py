@@ -28,7 +28,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def alone(library: str, folder: Path) -> Result:
-    """The training by the library itself: in this process, or on as many ranks where it draws random numbers."""
+    """Train by the library itself: in this process, or on as many ranks where it draws random numbers."""
     if library == "trl-grpo":
         return run_ranks(train, RANKS, library, folder / library / "plain", None, timeout=LIMIT, use_cpu=True)[0]
     return train(library, folder / library / "plain", None)
@@ -119,7 +119,7 @@ QUANTIZED: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def plain_adapters(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Result]]:
-    """The folder of a base beside the runs, and training there without ZeroMesh."""
+    """Return the folder of a base beside the runs, and training there without ZeroMesh."""
     for needed in ("peft", "bitsandbytes"):
         pytest.importorskip(needed)
     folder = tmp_path_factory.mktemp("quantized")

@@ -42,7 +42,7 @@ def engine() -> Any:
 
 
 def taken() -> Any:
-    """A model that has an engine."""
+    """Return a model that has an engine."""
     given = model()
     _kept.append(zeromesh.initialize(given, config={"train_batch_size": 1})[0])
     return given
@@ -101,7 +101,7 @@ def of_plugin(config: Any, **options: Any) -> Callable[[Path], None]:
 
 
 def by_alias(given: Callable[[], Any]) -> Callable[[Path], None]:
-    """transformers' own Trainer under the alias."""
+    """Return transformers' own Trainer under the alias."""
 
     def attempt(folder: Path) -> None:
         import transformers
@@ -226,7 +226,7 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
 
 
 def messages(folder: Path) -> dict[str, str]:
-    """The error of each case, with the name of its class."""
+    """Return the error of each case, with the name of its class."""
     found = {}
     for name, (attempt, _) in CASES.items():
         with fresh_libraries():

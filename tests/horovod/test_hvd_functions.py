@@ -52,7 +52,7 @@ def equal(found: Any, expected: torch.Tensor) -> None:
 
 
 def reduces(call: Callable[..., Any], in_place: bool, grouped: bool) -> Case:
-    """A check of an allreduce in one of its variants: shapes, reductions, factors and names."""
+    """Return a check of an allreduce in one of its variants: shapes, reductions, factors and names."""
 
     def check(rank: int, size: int) -> None:
         for number, make in enumerate(shapes(size)):

@@ -29,7 +29,7 @@ def world() -> Iterator[tuple[int, int]]:
 
 
 def part(rank: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """What a rank has: small whole numbers, whose sums and products no dtype rounds."""
+    """Return what a rank has: small whole numbers, whose sums and products no dtype rounds."""
     generator = torch.Generator().manual_seed(rank)
     low, high = (0, 2) if dtype == torch.bool else (1, 4)
     return torch.randint(low, high, shape, generator=generator).to(dtype)

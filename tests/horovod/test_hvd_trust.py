@@ -55,7 +55,7 @@ def test_optimizer_states_need_no_signature() -> None:
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of a committed state."""
+    """Return the file of a committed state."""
     monkeypatch.setenv(elastic.FOLDER, str(tmp_path))
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     monkeypatch.setenv(LASTING, "k" * 64)

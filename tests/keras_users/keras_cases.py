@@ -123,7 +123,7 @@ def generated(rows: int = 5) -> Iterator[Any]:
 
 
 def fitted(model: Any, *data: Any, **options: Any) -> Any:
-    """The metrics of a training, and the weights after it."""
+    """Return the metrics of a training, and the weights after it."""
     options = {"batch_size": 5, "epochs": 2, "verbose": 0} | options
     if len(data) == 1:
         del options["batch_size"]

@@ -42,7 +42,7 @@ def cnn(dropout: float = 0.0) -> Any:
 
 
 def transformer(blocks: int = 3) -> Any:
-    """A decoder as keras-hub builds them: a functional model whose blocks are layers of their own."""
+    """Return a decoder as keras-hub builds them: a functional model whose blocks are layers of their own."""
     tokens = keras.Input((LENGTH,), dtype="int32")
     x = layers.Embedding(WORDS, WIDTH, name="embedding")(tokens)
     for number in range(blocks):
@@ -87,7 +87,7 @@ CASES = {"cnn": (cnn, images), "transformer": (transformer, sentences)}
 
 
 def compiled(name: str, optimizer: Any = None) -> Any:
-    """The model of a case, compiled as users do."""
+    """Return the model of a case, compiled as users do."""
     model = CASES[name][0]()
     optimizer = optimizer or keras.optimizers.Adam(0.01)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=name == "transformer")
@@ -96,7 +96,7 @@ def compiled(name: str, optimizer: Any = None) -> Any:
 
 
 def sums(model: Any) -> list[float]:
-    """The sums that metrics are made of, over all ranks."""
+    """Return the sums that metrics are made of, over all ranks."""
     run, variables = vars(model).get("zeromesh"), model.metrics_variables
     with contextlib.nullcontext() if run is None else run.joined(variables):
         return [float(variable.value) for variable in variables]
@@ -114,7 +114,7 @@ class Notes(keras.callbacks.Callback):
 
 
 def assert_near(found: Any, wanted: Any, tolerance: float = 1e-10) -> None:
-    """Sums in float64 have another order on several ranks than on one, and a few steps amplify that."""
+    """Compare numbers, whose sums several ranks add up in another order, which a few steps amplify."""
     for one, other in zip(keras.tree.flatten(found), keras.tree.flatten(wanted), strict=True):
         pair = (torch.from_numpy(np.asarray(keras.ops.convert_to_numpy(value), np.float64)) for value in (one, other))
         torch.testing.assert_close(*pair, rtol=tolerance, atol=tolerance)

@@ -42,7 +42,7 @@ def models() -> list[Any]:
 
 
 def most_gathered(model: Any, engine: Any, run: Any) -> int:
-    """The most elements of sharded parameters in memory at the beginning of any layer's forward."""
+    """Return the most elements of sharded parameters in memory at the beginning of any layer's forward."""
     most = 0
 
     def look(*_: Any) -> None:

@@ -57,7 +57,7 @@ def dense_of(optimizer: Any) -> Any:
 
 
 def steps(model: Any, count: int = 4, first: int = 0) -> list[Any]:
-    """The weights after some calls of ``train_on_batch``."""
+    """Return the weights after some calls of ``train_on_batch``."""
     from keras_models import np
 
     generator = np.random.default_rng(0)

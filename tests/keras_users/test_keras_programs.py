@@ -59,7 +59,7 @@ def test_all_programs_at_all_stages(ranks: int, stage: int) -> None:
 
 
 def dropping(**options: Any) -> Any:
-    """A distributed model that draws: from seed generators of layers, and from the global one."""
+    """Return a distributed model that draws: from seed generators of layers, and from the global one."""
     import zeromesh.keras
     from keras_models import fresh, keras
 

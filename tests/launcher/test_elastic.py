@@ -28,9 +28,7 @@ TESTS = Path(__file__).parent
 LAUNCH = [sys.executable, "-m", "zeromesh.apps.cli.main", "launch"]
 
 
-@pytest.fixture(autouse=True)
-def secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZEROMESH_SECRET", "of all nodes of these tests")
+pytestmark = pytest.mark.usefixtures("secret")
 
 
 def losses_of(folder: Path) -> list[list[float]]:

@@ -24,9 +24,7 @@ ROOT = Path(__file__).parents[2]
 LAUNCH = [sys.executable, "-m", "zeromesh.apps.cli.main", "launch"]
 
 
-@pytest.fixture(autouse=True)
-def secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZEROMESH_SECRET", "of all nodes of these tests")
+pytestmark = pytest.mark.usefixtures("secret")
 
 
 SCRIPT = """

@@ -4,7 +4,8 @@ import sys
 import pytest
 
 from harness import run_command
-from zeromesh.comm.environment import Environment, is_launched
+from zeromesh import Environment
+from zeromesh.comm.environment import is_launched
 from zeromesh.comm.launchers import FIRST_PORT, PORTS, first_host, tasks_of_nodes
 
 SLURM = {

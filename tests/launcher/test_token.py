@@ -7,7 +7,7 @@ from zeromesh.comm.trust import LASTING, TOKEN
 
 
 def keys(folder: Path, secret: bytes, *ports: int) -> list[dict[str, str]]:
-    """The variables of rank 1 in starts of one launch."""
+    """Return the variables of rank 1 in starts of one launch."""
     output = _Output(folder, {}, False, secret)
     starts = []
     for port in ports:

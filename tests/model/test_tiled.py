@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-import zeromesh
 from harness import run_ranks
+from run import adamw, start_engine, train_step
 from zeromesh.zero import TiledLinear, join_tiles, tile_linears
 
 WIDTH, WIDE = 24, 1000
@@ -92,20 +92,8 @@ def train(zero: dict[str, Any], tiles: bool, units: list[str]) -> tuple[list[flo
     model = build()
     if tiles:
         tile_linears(model, MOST)
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": zero,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "gradient_clipping": 0.5,
-        "units": units,
-    }
-    engine = zeromesh.initialize(model=model, config=config)[0]
-    losses = []
-    for step in range(4):
-        loss = engine(batch(step, engine.mesh.rank)).square().mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+    engine = start_engine(model, micro=4, zero=zero, optimizer=adamw(1e-2), clipping=0.5, units=units)
+    losses = [train_step(engine, engine(batch(step, engine.mesh.rank)).square().mean()) for step in range(4)]
     state, report = join_tiles(engine.state_dict()), engine.memory_report()
     engine.destroy()
     return losses, state, report["slot"]["device"]

@@ -1,11 +1,14 @@
 """Parts that the museum's tests share: starting an engine, its whole weights, and comparing right with wrong."""
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import zeromesh
+from harness import run_ranks
 
 LIMIT = 1e-9
 """For |a - b| / (1 + |b|) in float64."""
@@ -50,3 +53,21 @@ def require(found: Any, right: Any, wrong: Any, limit: float = LIMIT) -> None:
     """Assert that what was found is right, and that what another system computed would be seen."""
     assert gap(found, right) <= limit, f"off by {gap(found, right)}"
     assert gap(wrong, right) >= max(FAR, 100 * limit), "the comparison would not see the error"
+
+
+@cache
+def results_of(program: Callable[..., Any], ranks: int = 2, name: str | None = None) -> list[Any]:
+    """Run the program of a file once on some ranks, or that part of it, and return the results by rank."""
+    return run_ranks(program, ranks, *([] if name is None else [name]))
+
+
+def results_by_name(program: Callable[..., Any]) -> dict[str, list[Any]]:
+    """Run the program of a file once on two ranks, and return by name what each rank has found."""
+    by_rank = results_of(program)
+    return {name: [of_rank[name] for of_rank in by_rank] for name in by_rank[0]}
+
+
+def in_float64(model: Callable[[], nn.Module]) -> Any:
+    """Return a model with the weights of seed 0."""
+    torch.manual_seed(0)
+    return model().double()

@@ -1,6 +1,5 @@
 """Means over tokens, micro-batches and ranks: silent errors of others, and that ours are those of one process."""
 
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,8 @@ from torch import Tensor, nn
 
 import zeromesh
 from harness import run_ranks
-from museum import Weights, require, start, weights_of, whole
+from museum import Weights, in_float64, require, results_by_name, start, weights_of, whole
+from run import train_step
 from zeromesh.apps.train.data.ordered_loader import NO_LABEL, Batch
 from zeromesh.apps.train.run_loss import weighted
 
@@ -27,11 +27,6 @@ class Words(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.embed(ids).tanh())
-
-
-def words() -> Words:
-    torch.manual_seed(0)
-    return Words().double()
 
 
 def joint_batch() -> tuple[Tensor, Tensor]:
@@ -58,7 +53,9 @@ def own(steps: int) -> list[tuple[Tensor, Tensor]]:
 
 def train_words(steps: int) -> tuple[float | None, float | None, Weights, int]:
     """Train on all learned tokens alike, as ``zeromesh train`` does: loss, norm, weights and number of labels."""
-    engine = start(words(), gradient_accumulation_steps=steps, train_micro_batch_size_per_gpu=ROWS // 2 // steps)
+    engine = start(
+        in_float64(Words), gradient_accumulation_steps=steps, train_micro_batch_size_per_gpu=ROWS // 2 // steps
+    )
     language: Any = SimpleNamespace(logits=lambda model, batch: model(batch.tokens))
     given, labels = weighted(engine, language, [Batch(ids, labels) for ids, labels in own(steps)])
     engine.train_batch(iter(given))
@@ -67,7 +64,9 @@ def train_words(steps: int) -> tuple[float | None, float | None, Weights, int]:
 
 def train_plainly(steps: int, divided: bool = False) -> tuple[float | None, float | None, Weights]:
     """Train on the mean of the micro-batches' means; ``divided``: the caller divides by their number itself."""
-    engine = start(words(), gradient_accumulation_steps=steps, train_micro_batch_size_per_gpu=ROWS // 2 // steps)
+    engine = start(
+        in_float64(Words), gradient_accumulation_steps=steps, train_micro_batch_size_per_gpu=ROWS // 2 // steps
+    )
     for ids, labels in own(steps):
         labels = labels.masked_fill(labels == NO_LABEL, 0)  # as many in every row
         loss = loss_of(engine, ids, labels)
@@ -80,20 +79,13 @@ def without_sync() -> list[Weights]:
     """Train with micro-batches whose gradients stay on the rank until the last one."""
     found = []
     for stage in (0, 2):
-        engine = start(words(), zero_optimization={"stage": stage}, gradient_accumulation_steps=2)
+        engine = start(in_float64(Words), zero_optimization={"stage": stage}, gradient_accumulation_steps=2)
         first, last = own(2)
         with engine.no_sync():
             engine.backward(loss_of(engine, *first))
-        engine.backward(loss_of(engine, *last))
-        engine.step()
+        train_step(engine, loss_of(engine, *last))
         found.append(whole(engine))
     return found
-
-
-@cache
-def two_ranks() -> dict[str, list[Any]]:
-    by_rank = run_ranks(program, 2)
-    return {name: [of_rank[name] for of_rank in by_rank] for name in by_rank[0]}
 
 
 def program() -> dict[str, Any]:
@@ -117,13 +109,13 @@ def alone(loss: Tensor, model: nn.Module) -> tuple[float, float, Weights]:
 
 def update(means: int) -> tuple[float, float, Weights]:
     """Update once on the mean over ``means`` parts of the joint batch of their means over tokens."""
-    model = words()
+    model = in_float64(Words)
     return alone(torch.stack([loss_of(model, *part) for part in micro_batches(means)]).mean(), model)
 
 
 def test_every_token_counts_once_however_micro_batches_are_filled() -> None:
     right = update(1)
-    for found in two_ranks()["tokens"]:
+    for found in results_by_name(program)["tokens"]:
         for steps in (2, 4):
             loss, norm, weights, labels = found[steps]
             assert labels == sum(LABELS)
@@ -134,26 +126,26 @@ def test_every_token_counts_once_however_micro_batches_are_filled() -> None:
 
 def test_a_rank_with_fewer_tokens_has_a_smaller_share() -> None:
     right, mean_of_ranks = update(1), update(2)
-    for found in two_ranks()["tokens"]:
+    for found in results_by_name(program)["tokens"]:
         require(found[1][2], right[2], mean_of_ranks[2])
 
 
 def plain_means() -> tuple[float, float, Weights]:
-    model, (ids, labels) = words(), joint_batch()
+    model, (ids, labels) = in_float64(Words), joint_batch()
     return alone(loss_of(model, ids, labels.masked_fill(labels == NO_LABEL, 0)), model)
 
 
 def test_the_reported_loss_does_not_depend_on_the_accumulation_steps() -> None:
     right = plain_means()[0]
-    for found in two_ranks()["means"]:
+    for found in results_by_name(program)["means"]:
         for steps in (1, 2, 4):
             require(found[steps][0], right, right / 2)  # divided by the steps, as one that is differentiated
 
 
 def test_gradients_do_not_depend_on_the_accumulation_steps() -> None:
     _, norm, weights = plain_means()
-    before = weights_of(words())
-    for found in two_ranks()["means"]:
+    before = weights_of(in_float64(Words))
+    for found in results_by_name(program)["means"]:
         for steps in (1, 2, 4):
             require(found[steps][1], norm, norm * 2)  # summed
             halved = {name: before[name] + (weights[name] - before[name]) / 2 for name in weights}
@@ -162,19 +154,19 @@ def test_gradients_do_not_depend_on_the_accumulation_steps() -> None:
 
 def test_a_loss_that_the_caller_divides_is_divided_once() -> None:
     loss, norm, weights = plain_means()
-    for found in two_ranks()["divided"]:
+    for found in results_by_name(program)["divided"]:
         require(found[0], loss, loss / 2)
         require(found[1], norm, norm / 2)
-        require(found[2], weights, weights_of(words()))
+        require(found[2], weights, weights_of(in_float64(Words)))
 
 
 def test_the_last_micro_batch_of_an_update_is_the_one_that_is_reduced() -> None:
     right = update(4)[2]
-    model = words()
+    model = in_float64(Words)
     losses = [loss_of(model, *part) for part in micro_batches(4)]
     # Where the first one is reduced instead, rank 0 has the mean over both ranks of their first, and its own second.
     wrong = alone((losses[0] + losses[1]) / 4 + losses[2] / 2, model)[2]
-    for found in two_ranks()["without sync"]:
+    for found in results_by_name(program)["without sync"]:
         for weights in found:
             require(weights, right, wrong)
 
@@ -248,8 +240,7 @@ def train_detours() -> dict[int, Weights]:
         engine = zeromesh.initialize(model=detour(), config=settings | {"train_micro_batch_size_per_gpu": 2})[0]
         for x, uses in zip(sides(), USES, strict=True):
             rank = dist.get_rank()
-            engine.backward(engine(x.chunk(2)[rank], uses[rank]))
-            engine.step()
+            train_step(engine, engine(x.chunk(2)[rank], uses[rank]))
         found[stage] = whole(engine)
     return found
 

@@ -16,6 +16,7 @@ import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS, VOCABULARY, without_dropout
 from museum import Weights, gap, require, start
+from run import train_step
 
 pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 
@@ -60,8 +61,7 @@ def train(folder: str) -> Weights:
     further = {"zero_optimization": {"stage": 3}, "activation_checkpointing": {"enabled": True}}
     engine = start(model, lr=LR, **further)
     for step in range(STEPS):
-        engine.backward(loss_of(engine, ids(step).chunk(2)[engine.data_rank]))
-        engine.step()
+        train_step(engine, loss_of(engine, ids(step).chunk(2)[engine.data_rank]))
     engine.save_16bit_model(f"{folder}/adapters")
     engine.save_16bit_model(f"{folder}/merged", merge_adapters=True)
     return engine.state_dict()
@@ -73,8 +73,7 @@ def train_split() -> Weights:
     optimizer = {"type": "SGD", "params": {"lr": LR}}
     engine = zeromesh.initialize(model=adapted(whole=False), config={**settings, "optimizer": optimizer})[0]
     for step in range(STEPS):
-        engine.backward(loss_of(engine, ids(step)))
-        engine.step()
+        train_step(engine, loss_of(engine, ids(step)))
     return engine.state_dict()
 
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 import zeromesh
 import zeromesh.deepspeed as deepspeed
 from harness import run_ranks
-from museum import FAR, LIMIT, Weights, gap, require, start, weights_of, whole
+from museum import FAR, LIMIT, Weights, gap, in_float64, require, start, weights_of, whole
+from run import train_step
 
 WORDS, BEFORE, AFTER = 7, 3, 2
 """Updates before the checkpoint, and after it."""
@@ -27,11 +28,6 @@ class Tied(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.frozen(self.block(self.embed(ids)).tanh())
         return nn.functional.cross_entropy(self.head(x), (ids * 3 + 1) % WORDS)
-
-
-def tied() -> Tied:
-    torch.manual_seed(0)
-    return Tied().double()
 
 
 def ids(step: int) -> Tensor:
@@ -52,7 +48,7 @@ def groups_of(model: nn.Module, backwards: bool = False) -> list[dict[str, Any]]
 
 
 def begin(stage: int = 2, backwards: bool = False, offloaded: bool = False, **further: Any) -> zeromesh.Engine:
-    model = tied().float() if "bf16" in further else tied()
+    model = in_float64(Tied).float() if "bf16" in further else in_float64(Tied)
     device = {"offload_optimizer": {"device": "cpu"}} if offloaded else {}
     settings = {
         "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage, **device},
@@ -66,8 +62,7 @@ def advance(engine: zeromesh.Engine, first: int, updates: int) -> tuple[Weights,
     rates = []
     for step in range(first, first + updates):
         rates.append(engine.get_lr()[0])
-        engine.backward(engine(ids(step).chunk(engine.data_size)[engine.data_rank]))
-        engine.step()
+        train_step(engine, engine(ids(step).chunk(engine.data_size)[engine.data_rank]))
     return whole(engine), rates
 
 
@@ -97,18 +92,16 @@ def resume(folder: str) -> dict[str, Any]:
 
 def masters(folder: str) -> tuple[Weights, Weights]:
     """Load weights into a run in bf16 that has trained others, and update once by a tiny rate: masters of both runs."""
-    model = tied().float()
+    model = in_float64(Tied).float()
     settings = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
     engine = start(model, lr=2.0, **settings)
     for step in range(2):
-        engine.backward(engine(ids(step).chunk(2)[dist.get_rank()]).float())
-        engine.step()
+        train_step(engine, engine(ids(step).chunk(2)[dist.get_rank()]).float())
     engine.save_checkpoint(folder)
     kept = masters_of(engine)
-    other = start(tied().float().apply(_away), lr=1e-6, **settings)
+    other = start(in_float64(Tied).float().apply(_away), lr=1e-6, **settings)
     other.load_checkpoint(folder, load_module_only=True)
-    other.backward(other(ids(9).chunk(2)[dist.get_rank()]).float())
-    other.step()
+    train_step(other, other(ids(9).chunk(2)[dist.get_rank()]).float())
     return kept, masters_of(other)
 
 
@@ -126,7 +119,7 @@ def masters_of(engine: zeromesh.Engine) -> Weights:
 def tie(stage: int, deferred: bool) -> tuple[Weights, bool, float | None]:
     """Train a model whose head is the embedding, built whole or without memory: weights, whether tied, and the norm."""
     with zeromesh.zero.Init(enabled=deferred):
-        model = tied()
+        model = in_float64(Tied)
     settings = {"zero_optimization": {"stage": stage}, "units": ["Linear", "Embedding"]}
     engine = zeromesh.initialize(
         model=model, config=settings | {"optimizer": {"type": "AdamW", "params": ADAM}, "train_batch_size": 8}
@@ -197,7 +190,7 @@ def alone() -> tuple[Weights, Weights, float, float]:
     """Train in one process, with one tied weight and with two: weights, and norms of the last gradient."""
     found: list[Any] = []
     for apart in (False, True):
-        model = tied()
+        model = in_float64(Tied)
         if apart:
             model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **ADAM)

@@ -1,6 +1,5 @@
 """Norms, clipping and 16 bits: silent errors of other systems, and that ours are those of one process."""
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -10,7 +9,8 @@ from torch import Tensor, nn
 
 import zeromesh
 from harness import run_ranks
-from museum import Weights, gap, require, start, weights_of, whole
+from museum import Weights, gap, require, results_by_name, start, weights_of, whole
+from run import train_step
 
 CLIP = 0.05
 MESHES: dict[str, tuple[int, dict[str, int]]] = {
@@ -36,8 +36,7 @@ def clipped(stage: int, mesh: dict[str, int], scale: float = 1.0, clip: float = 
     settings = {"zero_optimization": {"stage": stage}, "mesh": mesh, "units": ["Linear"], "gradient_clipping": clip}
     engine = start(net(), lr=1.0, gradient_accumulation_steps=2, **settings)
     for part in rows().chunk(4)[dist.get_rank() :: 2]:
-        engine.backward(engine(part).square().mean() * scale)
-        engine.step()
+        train_step(engine, engine(part).square().mean() * scale)
     return engine.get_global_grad_norm(), whole(engine)
 
 
@@ -45,8 +44,7 @@ def opposite() -> float | None:
     """Return the norm of the mean of two gradients, (1, 3) and (2, 1)."""
     model = nn.Linear(2, 1, bias=False).double()
     engine = start(model, zero_optimization={"stage": 2})
-    engine.backward(engine(torch.tensor([[(1.0, 3.0), (2.0, 1.0)][dist.get_rank()]], dtype=torch.float64)).sum())
-    engine.step()
+    train_step(engine, engine(torch.tensor([[(1.0, 3.0), (2.0, 1.0)][dist.get_rank()]], dtype=torch.float64)).sum())
     return engine.get_global_grad_norm()
 
 
@@ -82,8 +80,7 @@ def in_fp16() -> list[tuple[float | None, float, bool, list[float]]]:
     found = []
     for _ in range(4):
         before = weight(engine)
-        engine.backward(engine(torch.ones(1, 1)).sum())
-        engine.step()
+        train_step(engine, engine(torch.ones(1, 1)).sum())
         found.append((engine.get_global_grad_norm(), before - weight(engine), optimizer.overflow, engine.get_lr()))
     return found
 
@@ -101,8 +98,7 @@ def in_bf16(start_at: float, gradients: list[float], steps: int, lr: float) -> f
     settings = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1}
     engine = start(model, lr=lr, gradient_accumulation_steps=steps, **settings)
     for gradient in gradients:
-        engine.backward(engine(torch.full((1, 1), gradient)).sum())
-        engine.step()
+        train_step(engine, engine(torch.full((1, 1), gradient)).sum())
     return weight(engine)
 
 
@@ -124,8 +120,7 @@ def thawed(stage: int) -> float:
     engine = start(model, lr=1.0, bf16={"enabled": True}, train_micro_batch_size_per_gpu=1, **settings)
     for step in range(2):
         model.cold.requires_grad_(step > 0)
-        engine.backward(engine(torch.tensor([[THAWED[dist.get_rank()]]])).sum())
-        engine.step()
+        train_step(engine, engine(torch.tensor([[THAWED[dist.get_rank()]]])).sum())
     return weight(engine)
 
 
@@ -149,16 +144,9 @@ def in_buckets() -> list[tuple[float | None, Weights]]:
         engine = start(model, lr=0.1, **{"zero_optimization": {"stage": 2}, "units": ["Linear"], **settings})
         for step in range(3):
             x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step)).chunk(2)[dist.get_rank()]
-            engine.backward(engine(x).square().mean())
-            engine.step()
+            train_step(engine, engine(x).square().mean())
         found.append((engine.get_global_grad_norm(), whole(engine)))
     return found
-
-
-@cache
-def two_ranks() -> dict[str, list[Any]]:
-    by_rank = run_ranks(program, 2)
-    return {name: [of_rank[name] for of_rank in by_rank] for name in by_rank[0]}
 
 
 def program() -> dict[str, Any]:
@@ -195,7 +183,7 @@ def plain_clipping(
 
 def test_a_norm_counts_what_several_ranks_hold_once() -> None:
     right, _ = plain_clipping(1)
-    for found in two_ranks()["clipped"]:
+    for found in results_by_name(program)["clipped"]:
         for name in ("replicas", "replicas of shards"):
             require(found[name][0], right, 2**0.5 * right)  # of two ranks that each have all of it
 
@@ -204,7 +192,7 @@ def test_a_norm_is_that_of_all_shards() -> None:
     right, weights = plain_clipping(1)
     parts = [p.grad.flatten().chunk(2)[0] for p in _with_gradients()]
     local = float(torch.cat(parts).norm())
-    for found in two_ranks()["clipped"]:
+    for found in results_by_name(program)["clipped"]:
         for name in ("shards of states", "shards"):
             require(found[name][0], right, local)
             require(found[name][1], weights, plain_clipping(1, clip=CLIP * right / local)[1])
@@ -221,7 +209,7 @@ def test_the_constant_of_the_clipping_factor_is_added_once() -> None:
     _, wrong = plain_clipping(1, scale=1e-5, clip=1e-6, constant=2e-6)  # once on each rank
     before = weights_of(net())
     moved = {name: (right[name] - before[name]) * 1e6 for name in before}
-    for _, weights in two_ranks()["tiny"]:
+    for _, weights in results_by_name(program)["tiny"]:
         found = {name: (weights[name] - before[name]) * 1e6 for name in before}
         require(found, moved, {name: (wrong[name] - before[name]) * 1e6 for name in before}, limit=1e-7)
 
@@ -229,26 +217,26 @@ def test_the_constant_of_the_clipping_factor_is_added_once() -> None:
 def test_a_norm_is_taken_of_the_mean_and_not_of_the_parts() -> None:
     first, second = torch.tensor([1.0, 3.0]), torch.tensor([2.0, 1.0])
     right, wrong = float((first + second).norm()) / 2, float(first.norm() + second.norm()) / 2
-    for found in two_ranks()["opposite"]:
+    for found in results_by_name(program)["opposite"]:
         require(found, right, wrong)
 
 
 def test_the_sum_of_the_micro_batches_is_clipped_and_nothing_before() -> None:
     _, right = plain_clipping(4)
     _, wrong = plain_clipping(4, each=True)
-    for found in two_ranks()["clipped"]:
+    for found in results_by_name(program)["clipped"]:
         for name in MESHES:
             require(found[name][1], right, wrong)
 
 
 def test_clipping_of_torch_clips_or_raises() -> None:
-    for replicated, sharded in two_ranks()["torch's"]:
+    for replicated, sharded in results_by_name(program)["torch's"]:
         assert float(replicated) <= 1e-9
         assert "zeromesh.clip_grad_norm_" in sharded or "safe_get_full_grad" in sharded
 
 
 def test_norm_and_clipping_do_not_know_the_loss_scale() -> None:
-    found = two_ranks()["fp16"][0]
+    found = results_by_name(program)["fp16"][0]
     assert [skipped for _, _, skipped, _ in found] == [True, True, False, False]  # 2^17 and 2^16 are beyond fp16
     scale = 2.0**15
     for number, (norm, change, skipped, _) in enumerate(found):
@@ -258,7 +246,7 @@ def test_norm_and_clipping_do_not_know_the_loss_scale() -> None:
 
 
 def test_a_skipped_update_does_not_move_the_schedule() -> None:
-    for found in two_ranks()["fp16"]:
+    for found in results_by_name(program)["fp16"]:
         require([rates[0] for *_, rates in found], [1.0, 1.0, 0.5, 0.25], [0.5, 0.25, 0.125, 0.0625])
 
 
@@ -267,7 +255,7 @@ def test_micro_batches_are_added_in_fp32() -> None:
     narrow = torch.zeros((), dtype=torch.bfloat16)
     for gradient in gradients:
         narrow += gradient
-    for found in two_ranks()["accumulated"]:
+    for found in results_by_name(program)["accumulated"]:
         require(found, -sum(gradients) / 4, -float(narrow) / 4)
 
 
@@ -275,19 +263,19 @@ def test_updates_below_the_resolution_of_16_bits_add_up() -> None:
     narrow = torch.ones((), dtype=torch.bfloat16)
     for _ in range(8):
         narrow -= 2.0**-10
-    for found in two_ranks()["small updates"]:
+    for found in results_by_name(program)["small updates"]:
         require(found, 1 - 8 * 2.0**-10, float(narrow))
 
 
 def test_a_layer_that_thaws_is_reduced_in_the_dtype_of_the_others() -> None:
     narrow = torch.tensor(THAWED[0], dtype=torch.bfloat16) + THAWED[1]
-    for found in two_ranks()["thawed"]:
+    for found in results_by_name(program)["thawed"]:
         for stage in (0, 2, 3):
             require(found[stage], -sum(THAWED) / 2, -float(narrow) / 2)
 
 
 def test_gradients_do_not_depend_on_the_buckets_that_they_travel_in() -> None:
-    for found in two_ranks()["buckets"]:
+    for found in results_by_name(program)["buckets"]:
         for other in found[1:]:
             assert gap(other, found[0]) == 0.0
 
@@ -304,6 +292,5 @@ def clipped_on_four() -> tuple[float | None, Weights]:
     mesh = {"replicate": 2, "data": 2}
     settings = {"zero_optimization": {"stage": 3}, "mesh": mesh, "units": ["Linear"], "gradient_clipping": CLIP}
     engine = start(net(), lr=1.0, **settings)
-    engine.backward(engine(rows().chunk(4)[dist.get_rank()]).square().mean())
-    engine.step()
+    train_step(engine, engine(rows().chunk(4)[dist.get_rank()]).square().mean())
     return engine.get_global_grad_norm(), whole(engine)

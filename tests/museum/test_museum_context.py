@@ -1,6 +1,5 @@
 """Sequences spread over ranks: silent errors of other systems, and that ours are those of one process."""
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -8,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness import run_ranks
-from museum import require
+from museum import require, results_of
 from test_context import IDS, context, expected, fake, operands
 from test_context import spread as attention_of
 from test_context_models import LENGTH, Found, build, data, of, spread, train
@@ -51,16 +49,11 @@ def program() -> dict[str, Any]:
     return found
 
 
-@cache
-def two_ranks() -> list[dict[str, Any]]:
-    return run_ranks(program, RANKS)
-
-
 def found_of(part: int) -> list[Found]:
     """Return for each strategy a loss that is equal on all ranks, and the mean of their gradients."""
     found = []
     for strategy in STRATEGIES:
-        by_rank = [of_rank[strategy][part] for of_rank in two_ranks()]
+        by_rank = [of_rank[strategy][part] for of_rank in results_of(program, RANKS)]
         assert all(torch.equal(loss, by_rank[0][0]) for loss, _ in by_rank)
         names = by_rank[0][1]
         found.append((by_rank[0][0], {name: torch.stack([own[name] for _, own in by_rank]).mean(0) for name in names}))
@@ -135,7 +128,7 @@ def test_labels_are_shifted_once() -> None:
 def test_gradients_of_attention_have_the_parts_of_all_ranks() -> None:
     right = expected(torch.float64, SHAPE)
     *xs, upstream = operands(torch.float64, **SHAPE)
-    for rank, of_rank in enumerate(two_ranks()):
+    for rank, of_rank in enumerate(results_of(program, RANKS)):
         # Gradients of the keys of a rank by its own queries only.
         other = keep(torch.arange(LENGTH)[None, None, :, None].expand_as(upstream), rank, RANKS, 2)
         own = torch.zeros_like(upstream).scatter(2, other, keep(upstream, rank, RANKS, 2))

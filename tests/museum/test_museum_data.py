@@ -12,7 +12,7 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
-from museum import require, start
+from museum import in_float64, require, start
 from test_data_samples import prepared, write
 from zeromesh.apps.train.data.token_store import PreparedData
 from zeromesh.apps.train.run_loss import HeldOut
@@ -123,17 +123,12 @@ class Words(nn.Module):
         return self.head(self.embed(ids))
 
 
-def model() -> Words:
-    torch.manual_seed(0)
-    return Words().double()
-
-
 def evaluate(data: PreparedData) -> float:
     # The token of padding is beyond the vocabulary.
     language: Any = SimpleNamespace(
         logits=lambda call, batch: call(batch.tokens.clamp(max=WORDS - 1)), sequence_length=LENGTH
     )
-    score = HeldOut(data, language, rows=3).score(start(model()))
+    score = HeldOut(data, language, rows=3).score(start(in_float64(Words)))
     assert score is not None
     return score.loss
 
@@ -143,7 +138,7 @@ def test_an_evaluation_counts_each_label_once_however_it_is_padded(tmp_path: Pat
     data = prepared(validation=(write(tmp_path / "set", [tokens]),))
     ids = torch.from_numpy(tokens)
     with torch.no_grad():
-        losses = F.cross_entropy(model()(ids[:-1]), ids[1:], reduction="none")
+        losses = F.cross_entropy(in_float64(Words)(ids[:-1]), ids[1:], reduction="none")
     right = float(losses.mean())
     # A last batch that is filled up with the first samples, and a mean of the batches' means.
     padded = float(torch.cat([losses, losses[:7]]).mean())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zeromesh
 from harness import run_ranks
-from museum import FAR, LIMIT, Weights, gap, require
+from museum import FAR, LIMIT, Weights, gap, in_float64, require, results_of
 
 MICROBATCHES, STEPS, LR, MOMENTUM = 4, 2, 0.2, 0.9
 
@@ -46,11 +46,6 @@ class Tied(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-def build() -> Tied:
-    torch.manual_seed(0)
-    return Tied().double()
-
-
 def given(step: int) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(step)
     for number in range(MICROBATCHES):
@@ -66,7 +61,7 @@ def start(stages: int = 2, **pipeline: Any) -> zeromesh.Engine:
         "mesh": {"pipeline": stages},
         "pipeline": pipeline,
     }
-    return zeromesh.initialize(model=build(), config=settings)[0]
+    return zeromesh.initialize(model=in_float64(Tied), config=settings)[0]
 
 
 Found = tuple[list[float], list[float], list[Weights]]
@@ -105,11 +100,6 @@ def program() -> dict[str, Found]:
     return {name: advance(start(**settings), range(STEPS)) for name, settings in further.items()}
 
 
-@cache
-def two_ranks() -> list[dict[str, Found]]:
-    return run_ranks(program, 2)
-
-
 Combine = Callable[[str, list[Tensor]], Tensor]
 
 
@@ -120,7 +110,7 @@ def mean(name: str, parts: list[Tensor]) -> Tensor:
 @cache
 def plain(combine: Combine = mean, untied: bool = False) -> Found:
     """Train in one process; ``combine`` makes the gradient of an update of those of the micro-batches."""
-    model = build()
+    model = in_float64(Tied)
     if untied:
         model.head.weight = nn.Parameter(model.embedding.weight.detach().clone())
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
@@ -141,7 +131,7 @@ def plain(combine: Combine = mean, untied: bool = False) -> Found:
 
 
 def require_all(wrong: Found, *names: str) -> None:
-    for found in two_ranks():
+    for found in results_of(program):
         for name in names:
             assert gap(found[name][0], plain()[0]) <= LIMIT
             assert gap(found[name][1], plain()[1]) <= LIMIT
@@ -195,7 +185,7 @@ def test_a_head_that_is_the_embedding_stays_it_on_another_stage() -> None:
 
 def test_every_stage_shows_the_weights_of_the_latest_update() -> None:
     want = plain()[2]
-    for found in two_ranks():
+    for found in results_of(program):
         for states in (of_one[2] for of_one in found.values()):
             require(states[-1], want[-1], want[-2])
 
@@ -203,7 +193,7 @@ def test_every_stage_shows_the_weights_of_the_latest_update() -> None:
 def test_a_recomputed_stage_changes_its_buffers_once() -> None:
     want = {name: value for name, value in plain()[2][-1].items() if name.endswith("calls")}
     assert all(int(value) == MICROBATCHES * STEPS for value in want.values())
-    for found in two_ranks():
+    for found in results_of(program):
         own = {name: found["recomputed"][2][-1][name] for name in want}
         require(own, want, {name: 2 * value for name, value in want.items()})
 

@@ -2,7 +2,6 @@
 
 import logging
 import re
-from functools import cache
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zeromesh
-from harness import run_ranks
-from museum import Weights, require, weights_of, whole
+from museum import Weights, require, results_of, weights_of, whole
+from run import train_step
 from zeromesh.shard.optim.schedules import build
 
 RATES = (0.1, 0.2)
@@ -86,8 +85,7 @@ def scheduled() -> list[float]:
     found = []
     for number in range(8):
         found += engine.get_lr() if number % 2 else []
-        engine.backward(engine(rows(number)[:2]).square().mean())
-        engine.step()
+        train_step(engine, engine(rows(number)[:2]).square().mean())
     return found
 
 
@@ -99,14 +97,8 @@ def first_of_adam(offloaded: bool) -> Weights:
         "optimizer": {"type": "AdamW", "params": ADAM}, "units": ["Linear"],
     }  # fmt: skip
     engine = zeromesh.initialize(model=net(), config=settings)[0]
-    engine.backward(engine(rows(0).chunk(2)[dist.get_rank()]).square().mean())
-    engine.step()
+    train_step(engine, engine(rows(0).chunk(2)[dist.get_rank()]).square().mean())
     return whole(engine)
-
-
-@cache
-def two_ranks() -> list[dict[str, Any]]:
-    return run_ranks(program, 2)
 
 
 def program() -> dict[str, Any]:
@@ -114,7 +106,7 @@ def program() -> dict[str, Any]:
 
 
 def test_a_schedule_moves_once_an_update_on_any_number_of_ranks() -> None:
-    for found in two_ranks():
+    for found in results_of(program):
         require(found["rates"], [1.0, 0.5, 0.25, 0.125], [4.0**-number for number in range(4)])  # once on each rank
         require(found["rates"], [1.0, 0.5, 0.25, 0.125], [0.5 * 4.0**-number for number in range(4)])  # micro-batches
 
@@ -131,6 +123,6 @@ def test_the_first_update_of_adam_is_its_first() -> None:
                 optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
         optimizer.step()
         weights.append(weights_of(model))
-    for found in two_ranks():
+    for found in results_of(program):
         for updated in found["adam"]:
             require(updated, *weights)

@@ -3,7 +3,6 @@
 Frozen weights whose bits are no numbers are here, too: they travel to the ranks that compute with them.
 """
 
-from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -11,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from harness import run_ranks
-from museum import Weights, gap, require, start
+from models import Layers, Parted
+from museum import Weights, gap, require, results_of, start
+from run import train_step
 
 KINDS = {
     "dropout": lambda: nn.Dropout(0.4),
@@ -21,30 +21,9 @@ KINDS = {
 }
 
 
-class Block(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.linear, self.part = nn.Linear(6, 6), KINDS[kind]()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.part(self.linear(x))
-
-
-class Net(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(kind) for _ in range(2))
-        self.head = nn.Linear(6, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x).square().mean()
-
-
-def build(kind: str) -> Net:
+def build(kind: str) -> Layers:
     torch.manual_seed(0)
-    return Net(kind).double()
+    return Layers((Parted(6, KINDS[kind]()) for _ in range(2)), nn.Linear(6, 1)).double()
 
 
 SAMPLES = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -54,8 +33,7 @@ SAMPLES = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().man
 def train(kind: str) -> Weights:
     engine = start(build(kind), activation_checkpointing={"enabled": True}, zero_optimization={"stage": 3})
     torch.manual_seed(2)
-    engine.backward(engine(SAMPLES))
-    engine.step()
+    train_step(engine, engine(SAMPLES))
     return engine.state_dict()
 
 
@@ -86,19 +64,13 @@ def packed() -> Packed:
 def train_packed() -> tuple[float, Tensor, Tensor]:
     engine = start(packed(), zero_optimization={"stage": 3})
     loss = engine(SAMPLES[:, :2])
-    engine.backward(loss)
-    engine.step()
+    train_step(engine, loss)
     state = engine.state_dict()
     return float(loss.detach()), state["packed"].view(torch.int16), state["bytes"].view(torch.int16)
 
 
 def program() -> dict[str, Any]:
     return {kind: train(kind) for kind in KINDS} | {"packed": train_packed()}
-
-
-@cache
-def two_ranks() -> list[dict[str, Any]]:
-    return run_ranks(program, 2)
 
 
 def plain(kind: str, **options: Any) -> Weights:
@@ -115,13 +87,13 @@ def plain(kind: str, **options: Any) -> Weights:
 
 
 def test_a_block_that_is_computed_again_drops_the_same_entries() -> None:
-    for found in two_ranks():
+    for found in results_of(program):
         require(found["dropout"], plain("dropout"), plain("dropout", preserve_rng_state=False))
 
 
 def test_a_block_that_is_computed_again_counts_its_batch_once() -> None:
     right, wrong = plain("batch norm"), plain("batch norm", preserve_rng_state=True)
-    for found in two_ranks():
+    for found in results_of(program):
         require(found["batch norm"], right, wrong)
         assert int(found["batch norm"]["blocks.0.part.num_batches_tracked"]) == 1
 
@@ -137,7 +109,7 @@ def test_random_slopes_are_drawn_once() -> None:
     right = plain("random slopes")
     with patch.dict(KINDS, {"random slopes": Undrawn}):
         wrong = plain("random slopes")
-    for found in two_ranks():
+    for found in results_of(program):
         require(found["random slopes"], right, wrong)
 
 
@@ -149,7 +121,7 @@ def test_bits_of_frozen_weights_are_not_taken_for_numbers() -> None:
     right = float(model(SAMPLES[:, :2]).detach())
     with torch.no_grad():
         model.packed.view(torch.int16).copy_(passed)
-    for loss, bits, raw in (found["packed"] for found in two_ranks()):
+    for loss, bits, raw in (found["packed"] for found in results_of(program)):
         require(loss, right, float(model(SAMPLES[:, :2]).detach()))
         assert torch.equal(bits, BITS)
         assert torch.equal(raw, BITS)

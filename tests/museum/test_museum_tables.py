@@ -1,7 +1,6 @@
 """Embeddings: silent errors of other systems, and that ours are those of one process."""
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import pytest
@@ -10,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeromesh
-from harness import run_ranks
-from museum import Weights, require, start
+from museum import Weights, require, results_by_name, start
+from run import sgd, start_engine, train_step
 
 ROWS, LR, EPS = 7, 0.5, 1e-10
 """So many rows that ranks have different numbers of them."""
@@ -82,21 +81,19 @@ def train(kind: str, optimizer: str, stage: int) -> tuple[float, Weights]:
     settings = {"type": optimizer, "params": params}
     engine = start(build(kind), optimizer=settings, zero_optimization={"stage": stage})
     loss = engine(IDS.chunk(2)[engine.data_rank])
-    engine.backward(loss)
-    engine.step()
+    train_step(engine, loss)
     return float(loss.detach()), engine.state_dict()
 
 
 def train_split() -> Weights:
-    settings = {
-        "train_batch_size": 2,
-        "mesh": {"tensor": 2},
-        "tensor_parallel": {"plan": {"embedding": "embedding_rowwise", "head": "vocabulary"}},
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-    }
-    engine = zeromesh.initialize(model=vocabulary(), config=settings)[0]
-    engine.backward(engine(TOKENS, TOKENS.roll(-1, 1)))
-    engine.step()
+    engine = start_engine(
+        vocabulary(),
+        batch=2,
+        mesh={"tensor": 2},
+        tensor_parallel={"plan": {"embedding": "embedding_rowwise", "head": "vocabulary"}},
+        optimizer=sgd(LR),
+    )
+    train_step(engine, engine(TOKENS, TOKENS.roll(-1, 1)))
     return engine.state_dict()
 
 
@@ -111,12 +108,6 @@ def joined() -> Tensor:
 
 def program() -> dict[str, Any]:
     return {name: train(*case) for name, case in CASES.items()} | {"split": train_split(), "joined": joined()}
-
-
-@cache
-def two_ranks() -> dict[str, list[Any]]:
-    by_rank = run_ranks(program, 2)
-    return {name: [of_rank[name] for of_rank in by_rank] for name in by_rank[0]}
 
 
 def plain(kind: str, share: float = 1, drop: Sequence[int] = ()) -> Weights:
@@ -137,7 +128,7 @@ def dense(gradient: Tensor) -> Tensor:
 @pytest.mark.parametrize("share", [0.5, 2])
 @pytest.mark.parametrize("name", ["sgd", "sharded"])
 def test_sparse_gradients_are_divided_by_the_ranks_once(name: str, share: float) -> None:
-    for _, found in two_ranks()[name]:
+    for _, found in results_by_name(program)[name]:
         require(found, plain("words"), plain("words", share))
 
 
@@ -151,8 +142,8 @@ def test_the_mean_of_a_bag_counts_the_rows_of_all_ranks() -> None:
         bags.append(sum(part.mean(0) for part in parts if len(part)))
     wrong = [float(model.head(torch.stack(part)).square().sum(1).mean().detach()) for part in (bags[:2], bags[2:])]
     right = [float(model(part).detach()) for part in IDS.chunk(2)]
-    require([loss for loss, _ in two_ranks()["bags"]], right, wrong)
-    for _, found in two_ranks()["bags"]:
+    require([loss for loss, _ in results_by_name(program)["bags"]], right, wrong)
+    for _, found in results_by_name(program)["bags"]:
         require(found, plain("bags"), plain("bags", 0.5))
 
 
@@ -169,18 +160,18 @@ def test_a_row_that_is_used_twice_is_one_gradient_to_the_optimizer() -> None:
     optimizer.step()
     right = model.state_dict()
     wrong = right | {"table.weight": before - LR * gradient / (squares.sqrt() + EPS)}
-    for _, found in two_ranks()["adagrad"]:
+    for _, found in results_by_name(program)["adagrad"]:
         require(found, right, wrong)
 
 
 def test_only_the_row_of_the_padding_token_gets_no_gradient() -> None:
     half = (ROWS + 1) // 2
-    for _, found in two_ranks()["padded"]:
+    for _, found in results_by_name(program)["padded"]:
         # The number of the padding's row was taken for one in each rank's part of the table.
         require(found, plain("padded"), plain("padded", drop=[half + PADDING]))
         assert torch.equal(found["table.weight"][PADDING], build("padded").table.weight[PADDING])
     right = trained_vocabulary([])
-    for found in two_ranks()["split"]:
+    for found in results_by_name(program)["split"]:
         require(found, right, trained_vocabulary([(VOCABULARY + 1) // 2 + PADDING]))
 
 
@@ -195,13 +186,13 @@ def trained_vocabulary(drop: Sequence[int], words: int = VOCABULARY) -> Weights:
 
 
 def test_words_that_fill_up_a_vocabulary_count_in_no_loss() -> None:
-    for found in two_ranks()["split"]:
+    for found in results_by_name(program)["split"]:
         require(found, trained_vocabulary([]), trained_vocabulary([], VOCABULARY + 1))
 
 
 def test_tied_rows_are_trained_on_the_rank_that_has_fewer_of_them() -> None:
     half = (ROWS + 1) // 2
-    for _, found in two_ranks()["tied"]:
+    for _, found in results_by_name(program)["tied"]:
         assert torch.equal(found["table.weight"], found["head.weight"])
         require(found, plain("tied"), plain("tied", drop=range(half, ROWS)))
 
@@ -209,7 +200,7 @@ def test_tied_rows_are_trained_on_the_rank_that_has_fewer_of_them() -> None:
 def test_the_gradient_through_a_gathered_batch_is_that_of_all_ranks_losses() -> None:
     every = SAMPLES.clone().requires_grad_()
     (3 * every.square()).mean().backward()  # 1 + 2
-    for rank, found in enumerate(two_ranks()["joined"]):
+    for rank, found in enumerate(results_by_name(program)["joined"]):
         right = every.grad.chunk(2)[rank]
         require(found, right, right * (rank + 1) / 3)  # Of its own loss only
         require(found, right, right / 2)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS, without_dropout
-from museum import Weights, gap, require, start, weights_of, whole
+from museum import Weights, gap, require, results_of, start, weights_of, whole
+from run import plain_step, train_step
 from test_tensor_rules import masks
 from zeromesh.apps.train.data.ordered_loader import NO_LABEL, Batch
 from zeromesh.apps.train.run_loss import weighted
@@ -73,10 +74,7 @@ def train(build: Callable[[], Any], sequence: bool, loss_of: Callable[[Any, Tens
     """Return losses and weights of a few updates of a split model."""
     engine, losses = split(build(), sequence), []
     for step in range(steps):
-        loss = loss_of(engine, ids(step))
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
+        losses.append(train_step(engine, loss_of(engine, ids(step))))
     return losses, whole(engine)
 
 
@@ -127,11 +125,6 @@ def odd_views() -> tuple[Tensor, str]:
     return out, ""
 
 
-@cache
-def two_ranks(name: str) -> list[Any]:
-    return run_ranks(program, 2, name)
-
-
 def program(name: str) -> Any:
     if name in BUILDS:
         return train(*BUILDS[name], LOSSES["of the model"])
@@ -146,11 +139,7 @@ def plain(build: str, loss: str = "of the model") -> tuple[list[float], Weights]
     model, losses = BUILDS[build][0](), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
-        optimizer.zero_grad()
-        found = LOSSES[loss](model, ids(step))
-        found.backward()
-        optimizer.step()
-        losses.append(float(found.detach()))
+        losses.append(plain_step(optimizer, LOSSES[loss](model, ids(step))))
     return losses, weights_of(model)
 
 
@@ -168,7 +157,7 @@ def test_the_bias_of_a_layer_that_is_split_by_rows_is_added_once() -> None:
             layer.bias.mul_(2)
 
     losses, weights = plain("biases")
-    for found in two_ranks("biases"):
+    for found in results_of(program, name="biases"):
         require(found[0][0], losses[0], first_loss("biases", twice), limit=NEAR)
         assert gap(found[1], weights) <= NEAR
 
@@ -180,7 +169,7 @@ def test_smoothed_labels_are_spread_over_the_whole_vocabulary() -> None:
         logs = model(input_ids=ids(0)).logits[:, :-1].log_softmax(-1)
     hits = logs.gather(-1, ids(0)[:, 1:, None]).mean()
     halves = [float(-(1 - SMOOTHING) * hits - SMOOTHING * half.mean()) for half in logs.chunk(2, -1)]
-    for found in two_ranks("smoothed"):
+    for found in results_of(program, name="smoothed"):
         require(found[0][0], losses[0], halves[0], limit=NEAR)
         require(found[0][0], losses[0], halves[1], limit=NEAR)
         assert gap(found[1], weights) <= NEAR
@@ -189,7 +178,7 @@ def test_smoothed_labels_are_spread_over_the_whole_vocabulary() -> None:
 @pytest.mark.full
 def test_a_loss_of_whole_logits_counts_each_entry_of_the_vocabulary_once() -> None:
     losses, weights = plain("sequence", "of whole logits")
-    for found in two_ranks("of whole logits"):
+    for found in results_of(program, name="of whole logits"):
         require(found[0][0], losses[0], losses[0] + torch.tensor(2.0).log().item(), limit=NEAR)
         assert gap(found[1], weights) <= NEAR
 
@@ -200,9 +189,7 @@ def with_parts_of(build: str, name: str, part: Callable[[Tensor], Tensor]) -> We
     model.get_parameter(name).register_hook(part)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
-        optimizer.zero_grad()
-        LOSSES["of the model"](model, ids(step)).backward()
-        optimizer.step()
+        plain_step(optimizer, LOSSES["of the model"](model, ids(step)))
     return weights_of(model)
 
 
@@ -223,7 +210,7 @@ def test_a_parameter_that_all_ranks_hold_gets_the_gradients_of_all(build: str, n
     assert name in weights
     wrong = with_parts_of(build, name, lambda gradient: gradient / 2)  # of about half of the tokens or heads
     limit = MODELS["mixtral"].tolerance if build == "experts" else NEAR
-    first, second = two_ranks(build)
+    first, second = results_of(program, name=build)
     assert torch.equal(first[1][name], second[1][name])
     for found in (first, second):
         require(found[1][name], weights[name], wrong[name], limit=min(limit, 1e-5))
@@ -241,7 +228,7 @@ def test_balancing_losses_and_routes_are_those_of_whole_experts() -> None:
     def mixed(model: Any) -> None:
         model.model.layers[0].mlp.gate.weight.copy_(model.model.layers[0].mlp.gate.weight.flip(0))
 
-    for found in two_ranks("experts"):
+    for found in results_of(program, name="experts"):
         require(found[0][0], losses[0], first_loss("experts", unbalanced), limit=1e-5)
         require(found[0][0], losses[0], first_loss("experts", mixed), limit=1e-5)
 
@@ -251,7 +238,7 @@ def test_ranks_that_share_a_batch_count_it_once() -> None:
     loss = F.cross_entropy(model(input_ids=ids(0)).logits.flatten(0, 1), targets().flatten(), ignore_index=NO_LABEL)
     loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    for found, labels, samples, weights in two_ranks("counted"):
+    for found, labels, samples, weights in results_of(program, name="counted"):
         require(found, loss.item(), 2 * loss.item(), limit=NEAR)
         assert (labels, samples) == (11, 2)
         assert gap(weights, weights_of(model)) <= NEAR
@@ -261,7 +248,7 @@ def test_a_view_across_the_ranks_parts_is_right_or_refused() -> None:
     model = odd()
     first = model.first(rows())
     wrong = model.second(torch.cat([half.reshape(-1, 3) for half in first.chunk(2, -1)]))
-    for out, said in two_ranks("views"):
+    for out, said in results_of(program, name="views"):
         require(out, model(rows()), wrong)
         assert "second" in said
 

@@ -1,6 +1,5 @@
 """Running statistics, dropped gradients and writes to parameters: silent errors of others, and that ours are right."""
 
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -9,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeromesh
-from harness import run_ranks
-from museum import Weights, gap, require, start, weights_of, whole
+from museum import Weights, gap, require, results_by_name, start, weights_of, whole
+from run import train_step
 
 UNEVEN = (2, 5)
 """Samples of the two ranks."""
@@ -39,16 +38,14 @@ def norm_over_ranks() -> dict[str, Tensor]:
     """Normalise over all ranks, which have different numbers of samples, and train on the mean over these."""
     engine = start(zeromesh.sync_batch_norm(normed()))
     x = images().split(UNEVEN)[dist.get_rank()]
-    engine.backward(engine(x).mean() * len(x) * 2 / sum(UNEVEN))
-    engine.step()
+    train_step(engine, engine(x).mean() * len(x) * 2 / sum(UNEVEN))
     return whole(engine) | dict(engine.module.named_buffers())
 
 
 def norm_of_each_rank() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Normalise on each rank: the buffers after an update, and those of the whole state."""
     engine = start(normed())
-    engine.backward(engine(images().split(UNEVEN)[dist.get_rank()]).mean())
-    engine.step()
+    train_step(engine, engine(images().split(UNEVEN)[dist.get_rank()]).mean())
     buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
     state = engine.state_dict()
     return buffers, {name: state[name] for name in buffers}
@@ -89,8 +86,7 @@ def average(stage: int, precision: dict[str, Any]) -> list[tuple[float, float]]:
     engine, averaged = start(model, **settings), start(other, **settings)
     found = []
     for step in range(3):
-        engine.backward(engine(rows(step).float().chunk(2)[dist.get_rank()]))
-        engine.step()
+        train_step(engine, engine(rows(step).float().chunk(2)[dist.get_rank()]))
         parameters, targets = list(engine.module.parameters()), list(averaged.module.parameters())
         gathered = zeromesh.zero.GatheredParameters
         with gathered(parameters), gathered(targets, modifier_rank=0), torch.no_grad():
@@ -118,12 +114,6 @@ def owned(engine: zeromesh.Engine) -> list[Tensor]:
     return [piece.parameter for flat in engine.sharded.flats for _, _, piece in flat.pieces]
 
 
-@cache
-def two_ranks() -> dict[str, list[Any]]:
-    by_rank = run_ranks(program, 2)
-    return {name: [of_rank[name] for of_rank in by_rank] for name in by_rank[0]}
-
-
 def program() -> dict[str, Any]:
     return {
         "over ranks": norm_over_ranks(),
@@ -147,7 +137,7 @@ def joint(parts: tuple[int, ...]) -> dict[str, Tensor]:
 
 def test_batch_norm_over_ranks_weighs_them_by_their_samples() -> None:
     right, wrong = joint((sum(UNEVEN),)), joint(UNEVEN)
-    for found in two_ranks()["over ranks"]:
+    for found in results_by_name(program)["over ranks"]:
         require(found, right, wrong)
 
 
@@ -157,7 +147,7 @@ def test_all_ranks_evaluate_with_the_running_statistics_that_are_saved() -> None
         model = normed()
         model(x)
         of_ranks.append(dict(model.named_buffers()))
-    for buffers, saved in two_ranks()["each rank"]:
+    for buffers, saved in results_by_name(program)["each rank"]:
         require(buffers, of_ranks[0], of_ranks[1])  # as without an exchange, on the other rank
         require(saved, buffers, of_ranks[1])
 
@@ -174,13 +164,13 @@ def test_a_gradient_that_is_dropped_is_not_used() -> None:
                 model.prototypes.weight.grad = None
             optimizer.step()
         weights.append(weights_of(model))
-    for found in two_ranks()["dropped"]:
+    for found in results_by_name(program)["dropped"]:
         for stage in range(4):
             require(found[stage], *weights)
 
 
 def test_what_is_written_to_a_parameter_is_computed_with() -> None:
-    for found in two_ranks()["averages"]:
+    for found in results_by_name(program)["averages"]:
         for losses in found:
             for loss, right in losses:
                 assert loss == right
@@ -190,12 +180,12 @@ def test_what_is_written_to_a_parameter_is_computed_with() -> None:
 
 def test_a_model_that_is_built_before_the_ranks_know_each_other_is_sharded() -> None:
     total = 2 * (8 * 8 + 8)
-    elements = [count for count, _ in two_ranks()["init"]]
+    elements = [count for count, _ in results_by_name(program)["init"]]
     assert sum(elements) == total
     assert max(elements) < total
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    for _, weights in two_ranks()["init"]:
+    for _, weights in results_by_name(program)["init"]:
         assert gap(weights, weights_of(model)) == 0.0
 
 

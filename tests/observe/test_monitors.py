@@ -15,6 +15,7 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
+from run import configuration, sgd, train_step
 from zeromesh.engine.observe.monitors import MONITORS, CsvFiles, Monitor, open_monitor
 
 RANKS, MICRO, ACCUMULATION = 2, 3, 2
@@ -23,12 +24,7 @@ RATE = 0.01
 
 
 def config(**more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": MICRO,
-        "gradient_accumulation_steps": ACCUMULATION,
-        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
-        **more,
-    }
+    return configuration(micro=MICRO, accumulation=ACCUMULATION, optimizer=sgd(RATE)) | more
 
 
 def monitors(folder: Path) -> dict[str, Any]:
@@ -49,10 +45,7 @@ def train(engine: Any, updates: int) -> list[list[float]]:
         losses = []
         for micro in range(ACCUMULATION):
             generator = torch.Generator().manual_seed(1000 * engine.global_steps + 10 * micro + engine.mesh.rank)
-            loss = engine(torch.randn(MICRO, 4, generator=generator)).square().mean()
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+            losses.append(train_step(engine, engine(torch.randn(MICRO, 4, generator=generator)).square().mean()))
         found.append(losses)
     return found
 

@@ -14,6 +14,7 @@ from torch import nn
 import zeromesh
 from harness import on_ranks, run_ranks
 from models import Block
+from run import adamw, configuration, train_step
 from zeromesh.apps.train.architectures.decoder import Decoder
 from zeromesh.apps.train.architectures.flops import multiplied_parameters, training_cost, training_operations
 from zeromesh.base.files import free_path
@@ -41,15 +42,10 @@ class Model(nn.Module):
 
 
 def config(row: int, **more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 0.1,
-        "zero_optimization": {"stage": row},
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "units": ["Block"],
-        **more,
-    }
+    return (
+        configuration(micro=ROWS, accumulation=2, clipping=0.1, stage=row, optimizer=adamw(0.01), units=["Block"])
+        | more
+    )
 
 
 def trained(row: int, updates: int, more: dict[str, Any], model: type[nn.Module] = Model) -> Any:
@@ -58,8 +54,7 @@ def trained(row: int, updates: int, more: dict[str, Any], model: type[nn.Module]
     for update in range(updates):
         for micro in range(2):
             generator = torch.Generator().manual_seed(100 * update + 10 * micro + engine.mesh.rank)
-            engine.backward(engine(torch.randn(ROWS, WIDTH, generator=generator)))
-            engine.step()
+            train_step(engine, engine(torch.randn(ROWS, WIDTH, generator=generator)))
     return engine
 
 
@@ -147,8 +142,7 @@ def test_an_engine_keeps_the_phases_of_two_updates_at_most() -> None:
     found = []
     for _ in range(5):
         for _ in range(2):
-            engine.backward(engine(torch.randn(ROWS, WIDTH)))
-            engine.step()
+            train_step(engine, engine(torch.randn(ROWS, WIDTH)))
         found.append(len(engine.observer.spans.phases))
     engine.destroy()
     assert max(found) <= 2 * 5, "two micro-batches of an update have five phases"

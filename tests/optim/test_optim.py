@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from compare import assert_close
 from simulated_ranks import train_on_ranks
 from zeromesh.base.piece import Piece
 from zeromesh.base.split import Held
@@ -84,11 +85,6 @@ def train_pieces(name: str, params: dict[str, Any], ranks: int, dtype: torch.dty
     )
 
 
-def assert_equal(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor], tolerance: float) -> None:
-    for name, expected in reference.items():
-        torch.testing.assert_close(ours[name], expected, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: n + m)
-
-
 def torch_groups(parameters: Mapping[str, torch.nn.Parameter]) -> list[dict[str, Any]]:
     return [
         {"params": [p for name, p in parameters.items() if name not in NO_DECAY], "weight_decay": 0.1},
@@ -120,7 +116,7 @@ def test_elementwise_optimizers_on_pieces_equal_torch_on_whole_parameters(name, 
         arguments = arguments | {"amsgrad": True}
     expected = train_whole(lambda parameters: [cls(torch_groups(parameters), lr=0.01, **arguments)])
     ours, _, _ = train_pieces(name, params, ranks)
-    assert_equal(ours, expected, 1e-12)
+    assert_close(ours, expected, 1e-12)
 
 
 def test_rprop_which_has_no_weight_decay_equals_torch_on_pieces():
@@ -132,7 +128,7 @@ def test_rprop_which_has_no_weight_decay_equals_torch_on_pieces():
         3,
         lambda pieces, exchange: build("rprop", {"lr": 0.01}, [ParameterGroup(tuple(pieces.values()))], exchange, True),
     )
-    assert_equal(ours, expected, 1e-12)
+    assert_close(ours, expected, 1e-12)
 
 
 def test_fused_updates_are_used_where_torch_has_them_and_count_steps_per_parameter():
@@ -154,7 +150,7 @@ def test_fused_adagrad_counts_right_where_the_default_dtype_is_float64():
         expected, _, _ = train_pieces("adagrad", {**arguments, "fused": False}, 1)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert_equal(ours, expected, 1e-12)
+    assert_close(ours, expected, 1e-12)
 
 
 def lion_step(w, g, m, lr, beta1, beta2, decay):  # algorithm 2 of Chen et al. 2023, on whole arrays
@@ -171,7 +167,7 @@ def test_lion_follows_its_paper(ranks):
                 lr, decay = (0.02, 0.0) if name in NO_DECAY else (0.01, 0.1)
                 expected[name], momenta[name] = lion_step(expected[name], g, momenta[name], lr, 0.9, 0.99, decay)
     ours, _, _ = train_pieces("Lion", {"lr": 0.01, "betas": [0.9, 0.99]}, ranks)
-    assert_equal(ours, expected, 1e-12)
+    assert_close(ours, expected, 1e-12)
 
 
 class WholeLamb:  # algorithm 2 of You et al. 2020 on whole parameters, with clamped trust ratio
@@ -214,7 +210,7 @@ def test_lamb_uses_norms_of_whole_parameters(ranks, params, arguments):
         ranks,
         lambda pieces, exchange: build("Lamb", {"lr": 0.01, **params}, two_groups(pieces), exchange, ranks > 1),
     )
-    assert_equal(ours, expected, 1e-12)
+    assert_close(ours, expected, 1e-12)
     assert [len(calls) for calls in hub.calls] == [STEPS] * ranks
 
 
@@ -236,7 +232,7 @@ def make_muon_reference(parameters: Mapping[str, torch.nn.Parameter], **muon: An
 def test_muon_on_pieces_equals_torch_muon_and_adamw_on_whole_parameters(ranks, options):
     expected = train_whole(lambda parameters: make_muon_reference(parameters, **options))
     ours, hub, _ = train_pieces("Muon", {"lr": 0.01, "betas": [0.8, 0.95], **options}, ranks)
-    assert_equal(ours, expected, 1e-12)
+    assert_close(ours, expected, 1e-12)
     assert all(calls == [("gather", 0), ("gather", 1)] * STEPS for calls in hub.calls)
 
 
@@ -244,7 +240,7 @@ def test_muon_has_a_learning_rate_for_each_part():
     expected = train_whole(lambda parameters: make_muon_reference(parameters, lr=0.3))
     ours, _, optimizers = train_pieces("Muon", {"muon_lr": 0.3, "adam_lr": 0.01, "betas": [0.8, 0.95]}, 2)
     assert [group["lr"] for group in optimizers[0].param_groups] == [0.3, 0.01, 0.02, 0.02]
-    assert_equal(ours, expected, 1e-12)
+    assert_close(ours, expected, 1e-12)
 
 
 @pytest.mark.parametrize("name", ["Muon", "Lamb", "Lion", "AdamW"])
@@ -264,7 +260,7 @@ def test_optimizers_continue_after_loading_their_state_dict(name):
         lambda pieces, exchange: build(name, {"lr": 0.01}, two_groups(pieces), exchange, True, matrices=MATRICES),
         after_step=reload,
     )
-    assert_equal(ours, expected, 0.0)
+    assert_close(ours, expected, 0.0)
     updated = {name for name in SHAPES if any(gradients[name] is not None for gradients in make_gradients())}
     assert sum(len(optimizer.state) for optimizer in optimizers) >= len(updated)
 
@@ -297,7 +293,7 @@ def test_fp32_pieces_agree_with_one_rank(name):
     whole, _, _ = train_pieces(name, {"lr": 0.01}, 1, torch.float32)
     pieces, _, _ = train_pieces(name, {"lr": 0.01}, 3, torch.float32)
     assert all(value.dtype is torch.float32 for value in pieces.values())
-    assert_equal(pieces, whole, 1e-6)
+    assert_close(pieces, whole, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +335,7 @@ def test_auto_means_not_given_and_parameters_without_effect_are_accepted():
 def test_adafactor_which_looks_at_shapes_gets_them_where_parameters_are_whole():
     expected = train_whole(lambda parameters: [torch.optim.Adafactor(torch_groups(parameters), lr=0.01)])
     ours, _, _ = train_pieces("adafactor", {"lr": 0.01}, 1)
-    assert_equal(ours, expected, 1e-12)
+    assert_close(ours, expected, 1e-12)
 
 
 class Custom(torch.optim.SGD):
@@ -373,7 +369,7 @@ def test_adopted_optimizers_equal_themselves_on_whole_parameters(make, ranks):
     ours, _, _ = train_on_ranks(
         make_values(), make_gradients(), LAYOUT, ranks, lambda pieces, _: adopted(pieces, make, ranks > 1)
     )
-    assert_equal(ours, expected, 1e-12)
+    assert_close(ours, expected, 1e-12)
 
 
 def test_adopted_torch_muon_gets_matrices_where_parameters_are_whole():
@@ -383,7 +379,7 @@ def test_adopted_torch_muon_gets_matrices_where_parameters_are_whole():
     expected = train_whole(lambda parameters: [make(parameters)])
     arguments = (make_values(), make_gradients(), LAYOUT)
     ours, _, _ = train_on_ranks(*arguments, 1, lambda pieces, _: adopted(pieces, make, False))
-    assert_equal(ours, expected, 1e-12)
+    assert_close(ours, expected, 1e-12)
     for allow_untested in (False, True):
         with pytest.raises(ValueError, match=r"Muon.*sharded"):
             train_on_ranks(
@@ -400,7 +396,7 @@ def test_unknown_classes_are_refused_on_shards_unless_allowed():
     with pytest.raises(ValueError, match=r"Custom.*zero_allow_untested_optimizer"):
         train_on_ranks(*arguments, lambda pieces, _: adopted(pieces, make, True))
     ours, _, _ = train_on_ranks(*arguments, lambda pieces, _: adopted(pieces, make, True, allow_untested=True))
-    assert_equal(ours, expected, 1e-12)
+    assert_close(ours, expected, 1e-12)
 
 
 def whole_piece(name: str, parameter: torch.nn.Parameter) -> Piece:

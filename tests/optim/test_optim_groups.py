@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from zeromesh.shard.optim.groups import hidden_matrices, no_decay_groups
+from zeromesh import no_decay_groups
+from zeromesh.shard.optim.groups import hidden_matrices
 
 
 class TinyRMSNorm(nn.Module):

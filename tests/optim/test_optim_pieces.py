@@ -11,6 +11,7 @@ from torch import nn
 
 import zeromesh
 from harness import on_ranks
+from run import configuration, plain_step, train_step
 from zeromesh.base.kernels.update_rules import rule_of, update_class
 from zeromesh.shard.optim.pieces import require_pieces
 from zeromesh.shard.tables.row_rules import rule_of as table_rule_of
@@ -175,11 +176,7 @@ def start(optimizer: Any, stage: int, host: bool = False, half: bool = False) ->
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
     zero: Any = {"stage": stage, **({"offload_optimizer": {"device": "cpu"}} if host else {})}
-    config: dict[str, Any] = {
-        "zero_optimization": zero,
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_allow_untested_optimizer": True,
-    }
+    config: dict[str, Any] = configuration(zero=zero, micro=2, zero_allow_untested_optimizer=True)
     if half:
         config["bf16"] = {"enabled": True}
     made = optimizer(model.named_parameters() if optimizer is Marked else model.parameters())
@@ -191,14 +188,11 @@ def test_optimizers_with_a_step_of_their_own_compute_it() -> None:
     for kind in (Wrapped, Marked):
         model, optimizer = start(kind, -1)
         for number in range(2):
-            optimizer.zero_grad()
-            model(torch.ones(2, 4) * (number + 1)).sum().backward()
-            optimizer.step()
+            plain_step(optimizer, model(torch.ones(2, 4) * (number + 1)).sum())
         for stage, host in ((0, False), (2, True), (3, False)):
             engine, optimizer = start(kind, stage, host)
             for number in range(2):
-                engine.backward(engine(torch.ones(2, 4) * (number + 1)).sum())
-                engine.step()
+                train_step(engine, engine(torch.ones(2, 4) * (number + 1)).sum())
             torch.testing.assert_close(dict(engine.state_dict()), dict(model.state_dict()))
             engine.destroy()
     with pytest.raises(ValueError, match="Rows would be wrong on sharded parameters"):
@@ -243,8 +237,7 @@ def test_hooks_of_the_step_set_the_rate_of_this_update_wherever_states_are() -> 
         engine, optimizer = start(Renamed, stage, host)
         optimizer.register_step_pre_hook(warm)
         for _ in range(2):
-            engine.backward(engine(torch.ones(2, 4)).sum())
-            engine.step()
+            train_step(engine, engine(torch.ones(2, 4)).sum())
         found.append(dict(engine.state_dict()))
         engine.destroy()
     for state in found[1:]:

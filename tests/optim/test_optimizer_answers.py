@@ -11,6 +11,7 @@ from torch import nn
 
 import zeromesh
 from harness import on_ranks
+from run import train_step
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -33,8 +34,7 @@ def test_a_loss_that_is_not_finite_in_fp16_is_an_overflow_that_all_ranks_skip(ro
     weights = []
     for bad in (None, float("inf"), None, float("nan"), None):
         loss = engine(torch.ones(1, 2)).float().sum()
-        engine.backward(loss * bad if bad is not None and engine.mesh.rank == 1 else loss)
-        engine.step()
+        train_step(engine, loss * bad if bad is not None and engine.mesh.rank == 1 else loss)
         seen.append((optimizer.cur_scale, optimizer.loss_scale, optimizer.overflow))
         weights.append(engine.state_dict()["weight"].clone())
     kept = torch.equal(weights[0], weights[1]) and torch.equal(weights[2], weights[3])
@@ -55,8 +55,7 @@ def test_without_a_loss_scale_it_is_1_and_an_infinite_loss_is_an_error() -> None
 
 def test_the_scale_of_a_checkpoint_is_answered_and_the_optimizer_stays_what_it_was(tmp_path: Path) -> None:
     saved, optimizer = start(fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
-    saved.backward(saved(torch.ones(1, 2)).float().sum() * float("inf"))
-    saved.step()
+    train_step(saved, saved(torch.ones(1, 2)).float().sum() * float("inf"))
     saved.save_checkpoint(tmp_path, "one")
     other, fresh = start(fp16={"enabled": True, "initial_scale_power": 10})
     assert fresh.cur_scale == 1024.0
@@ -88,8 +87,7 @@ def test_groups_without_a_learning_rate_train_as_in_plain_torch(tmp_path: Path) 
     plain = nn.Linear(2, 1)
     reference = Own(plain.parameters())
     for _ in range(2):
-        engine.backward(engine(torch.ones(1, 2)).square().sum())
-        engine.step()
+        train_step(engine, engine(torch.ones(1, 2)).square().sum())
         reference.zero_grad()
         plain(torch.ones(1, 2)).square().sum().backward()
         reference.step()

@@ -28,7 +28,7 @@ def used(name: str, params: dict[str, Any], optimizer: torch.optim.Optimizer) ->
 
 
 def height(steps: int, size: int, stairs: int) -> float:
-    """The part of the way up after so many of ``size`` steps: on the highest stair that has been reached."""
+    """Return the part of the way up after so many of ``size`` steps: on the highest stair that has been reached."""
     if stairs <= 0:
         return steps / size
     return max(stair for stair in range(stairs + 1) if stair * size <= steps * stairs) / stairs

@@ -35,7 +35,7 @@ Call = Callable[[Any], Tensor]
 
 
 def run_stages(model: nn.Module, cut: Cut, call: Call) -> tuple[Tensor, dict[str, Tensor], set[tuple[str, int]]]:
-    """The loss, the gradients, and which parameters had one on which stage."""
+    """Return the loss, the gradients, and which parameters had one on which stage."""
     copies, handed, taken = [], [], [None]
     for stage in range(len(cut.starts)):
         one = copy.deepcopy(model)
@@ -587,7 +587,7 @@ def test_the_dearest_stage_is_as_cheap_as_in_the_best_of_all_cuts(values: tuple[
         cuts = [(0, *rest) for rest in itertools.combinations(range(1, len(costs)), stages - 1)]
 
         def dearest(cut: Sequence[int], sums: Sequence[float] = sums) -> list[float]:
-            """The dearest stage of the whole, and of what is before the last stage, and so on."""
+            """Return the dearest stage of the whole, and of what is before the last stage, and so on."""
             sizes = [sums[b] - sums[a] for a, b in itertools.pairwise((*cut, len(sums) - 1))]
             return [max(sizes[:end]) for end in range(len(sizes), 0, -1)]
 

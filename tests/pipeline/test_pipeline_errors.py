@@ -11,6 +11,7 @@ from torch import nn
 
 import zeromesh
 from harness import FOLDERS, run_command, run_ranks
+from run import configuration, sgd
 from test_pipeline import batches, build
 
 LAUNCH = [sys.executable, "-m", "zeromesh.apps.cli.main", "launch"]
@@ -54,13 +55,7 @@ MODELS = {"branches": Branches, "skips": Skips, "hides": Hides}
 
 
 def attempt(fault: str) -> Any:
-    settings: dict[str, Any] = {
-        "train_batch_size": 16,
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "mesh": {"pipeline": 2},
-        "pipeline": {},
-    }
+    settings: dict[str, Any] = configuration(batch=16, micro=4, optimizer=sgd(0.1), mesh={"pipeline": 2}, pipeline={})
     model: nn.Module = build("plain")
     match fault:
         case "no blocks":
@@ -197,12 +192,9 @@ def test_models_whose_blocks_are_no_chain_are_refused(fault: str, message: str, 
 def of_meta(custom: bool) -> Any:
     with torch.device("meta"):
         model = Branches() if custom else nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "mesh": {"pipeline": 2},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "pipeline": {"blocks": ["layers.*"]} if custom else {},
-    }
+    config = configuration(
+        micro=2, mesh={"pipeline": 2}, optimizer=sgd(0.1), pipeline={"blocks": ["layers.*"]} if custom else {}
+    )
     try:
         engine = zeromesh.initialize(model=model, config=config, loss_fn=nn.functional.mse_loss)[0]
     except ValueError as error:

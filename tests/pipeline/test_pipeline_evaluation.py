@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import zeromesh
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from test_pipeline import CHUNKS, SAMPLES, SCHEDULES, batches, build
 
 COUNTS = (1, 2, 3, 5)
@@ -56,7 +56,9 @@ def test_no_micro_batch_is_refused() -> None:
     assert run_ranks(refusal, 1)
 
 
-def held(count: int) -> int:
+@on_ranks(2)
+def test_an_evaluation_lets_go_of_what_it_has_handed_over() -> None:
+    count = 6
     engine = start(2)
     outputs: list[weakref.ref[torch.Tensor]] = []
     alive = []
@@ -73,8 +75,4 @@ def held(count: int) -> int:
     engine.module.get_submodule(blocks[-1]).register_forward_hook(after)
     engine.eval_batch(batches("plain", 0, count, 0, 1), num_micro_batches=count)
     assert len(outputs) == count
-    return max(alive)
-
-
-def test_an_evaluation_lets_go_of_what_it_has_handed_over() -> None:
-    assert run_ranks(held, 2, 6) == [0, 0]
+    assert max(alive) == 0

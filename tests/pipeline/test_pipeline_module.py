@@ -17,13 +17,15 @@ import torch
 from torch import Tensor, nn
 
 import zeromesh
+from compare import assert_close
 from harness import on_ranks, run_ranks
 from heap import Heap
+from run import adamw, configuration, sgd, start_engine
+from zeromesh import Settings
 from zeromesh.base.loader import Position
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.checkpoint.weights import pretrained
 from zeromesh.checkpoint.weights.weight_files import FileTensor
-from zeromesh.config.settings import Settings
 from zeromesh.engine.pipeline_module import settings_of
 from zeromesh.parallel.pipeline.runtime.cut import examine, take_away
 from zeromesh.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -89,14 +91,9 @@ def micro_batches(step: int, count: int, rank: int, size: int) -> Iterator[Any]:
 
 def start(model: nn.Module, **further: Any) -> zeromesh.Engine:
     data = further.pop("data", 1)
-    settings = {
-        "train_batch_size": 4 * SAMPLES,
-        "train_micro_batch_size_per_gpu": SAMPLES // data,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-4}},
-        "gradient_clipping": 0.5,
-        **further,
-    }
-    return zeromesh.initialize(model=model, config=settings)[0]
+    return start_engine(
+        model, further, batch=4 * SAMPLES, micro=SAMPLES // data, optimizer=adamw(1e-2, eps=1e-4), clipping=0.5
+    )
 
 
 def advance(engine: zeromesh.Engine, steps: int) -> list[float]:
@@ -152,8 +149,7 @@ def test_stages_train_to_the_numbers_of_one_process(case: str) -> None:
     ):
         assert found == pytest.approx(expected, rel=1e-9)
         assert whole.keys() == state.keys()
-        for name, value in whole.items():
-            assert torch.allclose(value, state[name], rtol=0, atol=1e-8), name
+        assert_close(state, whole, 0, 1e-8)
         assert "stages" not in chosen or len(held) < len(names)
         seen.update(held)
     assert seen == set(names)
@@ -225,11 +221,7 @@ def build_stage(how: str, folder: str) -> Any:
         read.append(stop - start)
         return reading(self, start, stop)
 
-    settings: dict[str, Any] = {
-        "train_batch_size": 4,
-        "gradient_accumulation_steps": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
-    }
+    settings: dict[str, Any] = configuration(batch=4, accumulation=4, optimizer=sgd(1e-3))
     if how != "PipelineModule":
         settings |= {"mesh": {"pipeline": STAGES}, "pipeline": {"partition": [0, 2, 4, 6]}}
     for _ in range(2):  # the first time for what libraries allocate once

@@ -10,6 +10,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import zeromesh
 from harness import run_ranks
+from run import configuration, sgd
 from test_pipeline import CHUNKS, STEPS, cross_entropy, train
 
 LIMIT = 240
@@ -55,13 +56,9 @@ class Noisy(nn.Module):
 def run(recompute: bool) -> tuple[list[float], dict[str, Tensor], tuple[int, ...]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), *(Noisy() for _ in range(4)), nn.Linear(8, 4)).double()
-    settings = {
-        "train_batch_size": 4 * MICROBATCHES,
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "mesh": {"pipeline": 2},
-        "pipeline": {"recompute": recompute},
-    }
+    settings = configuration(
+        batch=4 * MICROBATCHES, micro=4, optimizer=sgd(0.1), mesh={"pipeline": 2}, pipeline={"recompute": recompute}
+    )
     engine = zeromesh.initialize(model=model, config=settings, loss_fn=cross_entropy)[0]
     torch.manual_seed(7)
 

@@ -13,10 +13,11 @@ import torch
 
 import zeromesh
 from harness import run_ranks
+from run import configuration
 from test_pipeline import ADAMW, SAMPLES, batches, build, cross_entropy
+from zeromesh import Settings
 from zeromesh.base.spans import Clock
 from zeromesh.config.errors import ConfigError
-from zeromesh.config.settings import Settings
 from zeromesh.parallel.pipeline.runtime.record import Recorded, Recorder, gather
 from zeromesh.parallel.pipeline.schedule.actions import COMPUTE, Action, Kind, parse
 from zeromesh.parallel.pipeline.schedule.execution import dependencies, most_held_by_rank
@@ -40,13 +41,13 @@ def record(folder: Path | None, schedule: str, chunks: int | None = None, data: 
     log.addHandler(note)
     level, log.level = log.level, logging.INFO
     try:
-        settings: dict[str, Any] = {
-            "train_batch_size": SAMPLES * MICROBATCHES,
-            "train_micro_batch_size_per_gpu": SAMPLES // data,
-            "optimizer": ADAMW,
-            "mesh": {"pipeline": 2},
-            "pipeline": {"schedule": schedule, "chunks": chunks},
-        }
+        settings: dict[str, Any] = configuration(
+            batch=SAMPLES * MICROBATCHES,
+            micro=SAMPLES // data,
+            optimizer=ADAMW,
+            mesh={"pipeline": 2},
+            pipeline={"schedule": schedule, "chunks": chunks},
+        )
         if folder is not None:
             settings["pipeline"]["record"] = {"folder": str(folder), "step": 2}
         engine = zeromesh.initialize(model=build("plain"), config=settings)[0]
@@ -160,12 +161,7 @@ MANY = 12
 
 
 def sent_and_kept() -> tuple[int, int]:
-    settings = {
-        "train_batch_size": SAMPLES * MANY,
-        "train_micro_batch_size_per_gpu": SAMPLES,
-        "optimizer": ADAMW,
-        "mesh": {"pipeline": 2},
-    }
+    settings = configuration(batch=SAMPLES * MANY, micro=SAMPLES, optimizer=ADAMW, mesh={"pipeline": 2})
     engine = zeromesh.initialize(model=build("mapping"), config=settings, loss_fn=cross_entropy)[0]
     kept: list[Any] = []
     calls = []

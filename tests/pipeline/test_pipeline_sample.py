@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 import zeromesh
 from harness import on_ranks, run_ranks
+from run import configuration, sgd
 
 WIDTH = 4
 
@@ -72,12 +73,7 @@ def cut(kind: str, lengths: list[int], data: str = "Noise") -> Any:
     rank = torch.distributed.get_rank()
     torch.manual_seed(0)
     model, given = globals()[kind](), globals()[data](lengths[rank])
-    config = {
-        "train_batch_size": 12,
-        "train_micro_batch_size_per_gpu": 3,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "mesh": {"pipeline": 2},
-    }
+    config = configuration(batch=12, micro=3, optimizer=sgd(0.1), mesh={"pipeline": 2})
     before = states()
     try:
         engine, _, loader, _ = zeromesh.initialize(model=model, config=config, training_data=given, collate_fn=collate)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import zeromesh
+from compare import assert_same
 from harness import on_ranks, run_ranks
-from runs import assert_same
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.zero import (
     GatheredParameters,
@@ -385,16 +385,14 @@ def test_transformers_opens_what_all_stages_wrote(kind: str, settings: dict[str,
     torch.testing.assert_close(model.eval()(ids).logits, like.eval()(ids).logits)
 
 
-def save_unwritable(folder: str) -> None:
+@on_ranks(2)
+def test_all_stages_raise_if_the_first_rank_cannot_write(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    folder = str(tmp_path / "file")
     engine = start("llama", pipeline=2)
     with pytest.raises((OSError, RuntimeError)):
         engine.save_16bit_model(folder)
     engine.save_16bit_model(f"{folder}-other")
-
-
-def test_all_stages_raise_if_the_first_rank_cannot_write(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("no folder")
-    run_ranks(save_unwritable, 2, str(tmp_path / "file"))
 
 
 def look(row: int, tensor: int) -> None:

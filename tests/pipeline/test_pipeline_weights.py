@@ -7,23 +7,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import zeromesh
 from harness import run_ranks
+from run import start_engine
 from test_pipeline import ADAMW, MESHES, SAMPLES, Plain, batches, build, compare
 from zeromesh.base.linear_arithmetic import Columns, Kept, keeping, multiply
 from zeromesh.parallel.pipeline.runtime.weight_gradients import postpone, roots_of
 
 
 def kept_by_stages(further: dict[str, Any], tensor: int) -> list[tuple[int, list[str]]]:
-    settings = {
-        "train_batch_size": SAMPLES * 4,
-        "train_micro_batch_size_per_gpu": SAMPLES,
-        "optimizer": ADAMW,
-        "mesh": {"pipeline": 2, "tensor": tensor},
-        "pipeline": {"schedule": "zb-h1"},
-        **further,
-    }
-    engine = zeromesh.initialize(model=build("llama").float(), config=settings)[0]
+    engine = start_engine(
+        build("llama").float(),
+        further,
+        batch=SAMPLES * 4,
+        micro=SAMPLES,
+        optimizer=ADAMW,
+        mesh={"pipeline": 2, "tensor": tensor},
+        pipeline={"schedule": "zb-h1"},
+    )
     found: list[tuple[int, list[str]]] = []
     weights, arrive = engine.stage_work.stage_weights, engine.sharded.reducer.arrive
 
@@ -84,14 +84,9 @@ class Headed(Plain):
 
 def headed(way: str, further: dict[str, Any]) -> Any:
     torch.manual_seed(0)
-    settings = {
-        "train_batch_size": SAMPLES * 4,
-        "train_micro_batch_size_per_gpu": SAMPLES,
-        "optimizer": ADAMW,
-        "gradient_clipping": 0.5,
-        **further,
-    }
-    engine = zeromesh.initialize(model=Headed(way).double(), config=settings)[0]
+    engine = start_engine(
+        Headed(way).double(), further, batch=SAMPLES * 4, micro=SAMPLES, optimizer=ADAMW, clipping=0.5
+    )
     due: list[int] = []  # layers whose weight gradients were left, of each micro-batch
     early: list[str] = []  # parameters whose gradients came with those of inputs
     if further:

@@ -12,9 +12,9 @@ import pytest
 import zeromesh
 from harness import run_ranks
 from test_pipeline import ADAMW, SAMPLES, batches, build, train
+from zeromesh import Settings
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.feature_sections import ScheduleFile
-from zeromesh.config.settings import Settings
 from zeromesh.parallel.pipeline.schedule.actions import COMPUTE, ScheduleError, parse
 from zeromesh.parallel.pipeline.schedule.chosen import ChosenSchedule
 from zeromesh.parallel.pipeline.schedule.generators import generate

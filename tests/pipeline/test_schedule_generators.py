@@ -158,7 +158,7 @@ def test_every_row_makes_valid_schedules_of_any_shape_and_costs(seeds: range, la
 
 
 def check_search(seed: int, largest: int) -> None:
-    """The search keeps within the memory, and no named schedule that does is faster."""
+    """Require that the search keeps within the memory, and that no named schedule that does is faster."""
     draw = random.Random(seed)
     ranks, microbatches, chunks = draw.randint(1, largest), draw.randint(1, 2 * largest), draw.choice((1, 1, 2, 3))
     costs = random_costs(draw, ranks * chunks)

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from planning import Plain, machine
+from zeromesh import Settings
 from zeromesh.apps.plan.choose.layout_documents import document_for, launch_command, layout_from, precision_for
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
 from zeromesh.apps.plan.choose.space import LayoutSpace, ModelLimits, PlanRequest
 from zeromesh.apps.plan.machine.cluster import Device
 from zeromesh.apps.plan.predict.pipeline_step import placement_of
 from zeromesh.base.placement import ROWS, Tier
-from zeromesh.config.settings import Settings
 from zeromesh.config.written import row_name
 from zeromesh.engine.initialize.widths import PRECISIONS
 from zeromesh.parallel.pipeline.schedule.schedule_files import with_costs

@@ -10,13 +10,14 @@ import torch
 import zeromesh
 from harness import on_ranks
 from models import Stack
+from run import configuration, train_step
+from zeromesh import Settings
 from zeromesh.apps.plan.choose.layout_documents import layout_from
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
 from zeromesh.apps.plan.cost.cost import Divided, ModelCost, UnitCost
 from zeromesh.apps.plan.predict.rank_memory import memory_of
 from zeromesh.base.placement import ROWS, PlacementRow, Tier
 from zeromesh.comm.ordered_sums import SumPlace
-from zeromesh.config.settings import Settings
 from zeromesh.shard import sizes
 from zeromesh.shard.sharded import ShardedModel
 from zeromesh.shard.store import swap
@@ -96,19 +97,12 @@ WIDTHS: dict[str, dict[str, Any]] = {
 }
 
 
-def configuration(zero: dict[str, Any], steps: int, folder: Path, more: dict[str, Any]) -> dict[str, Any]:
+def engine_configuration(zero: dict[str, Any], steps: int, folder: Path, more: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration with these sections."""
     for key in ("offload_param", "offload_optimizer"):
         if zero.get(key, {}).get("device") == "nvme":
             zero = zero | {key: {**zero[key], "nvme_path": str(folder)}}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": steps,
-        "zero_optimization": zero,
-        "bf16": {"enabled": True},
-        "units": ["Block"],
-        **more,
-    }
+    return configuration(micro=1, accumulation=steps, zero=zero, bf16=True, units=["Block"]) | more
 
 
 def reported(config: dict[str, Any]) -> tuple[dict[tuple[str, str], int], SumPlace]:
@@ -116,8 +110,7 @@ def reported(config: dict[str, Any]) -> tuple[dict[tuple[str, str], int], SumPla
     steps = config["gradient_accumulation_steps"]
     engine = zeromesh.initialize(model=Stack(WORDS, WIDTH, [2 * WIDTH] * DEPTH, head=WORDS), config=config)[0]
     for _ in range(steps):
-        engine.backward(engine(torch.arange(8).view(1, 8)))
-        engine.step()
+        train_step(engine, engine(torch.arange(8).view(1, 8)))
     report = engine.memory_report()
     sizes = {(state, tier): size for state in ("parameter", "gradient", "optimizer", "slot")
              for tier, size in report[state].items() if size}  # fmt: skip
@@ -139,7 +132,7 @@ def check(folder: Path, ranks: int, names: list[str], accumulations: tuple[int, 
         for steps in accumulations:
             early = float(row.optimizer_tier is Tier.NVME and row.parameter_tier is not Tier.NVME)
             layout = ParallelLayout(data=ranks, row=row, accumulation=steps, early=early)
-            found, sums = reported(configuration(zero, steps, folder, ADAMW))
+            found, sums = reported(engine_configuration(zero, steps, folder, ADAMW))
             (rank,) = memory_of(Cost(), 8, layout, sums=sums)
             assert found == {key: size for key, size in rank.states.items() if size}, (name, steps)
 
@@ -171,7 +164,7 @@ def test_states_of_some_rows(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_states_of_configurations() -> None:
     for name, more in WIDTHS.items():
-        config = configuration({"stage": 3, "offload_optimizer": {**HOST, "ratio": 0.5}}, 2, Path(), more)
+        config = engine_configuration({"stage": 3, "offload_optimizer": {**HOST, "ratio": 0.5}}, 2, Path(), more)
         layout, _ = layout_from(Settings.load(config), 2)
         found, sums = reported(config)
         (rank,) = memory_of(Cost(), 8, layout, sums=sums)
@@ -185,7 +178,7 @@ def test_states_of_configurations() -> None:
 )
 def test_an_update_widens_narrow_sums_of_one_unit_or_of_all(kind: str, more: dict[str, Any], parts: bool) -> None:
     named = {"optimizer": {"type": kind, "params": {"lr": 1e-3}}, **more}
-    config = configuration({"stage": 2}, 2, Path(), {**named, "data_types": {"grad_accum_dtype": "bf16"}})
+    config = engine_configuration({"stage": 2}, 2, Path(), {**named, "data_types": {"grad_accum_dtype": "bf16"}})
     seen: list[int] = []
     plain = ShardedModel.set_gradients
 

@@ -37,7 +37,7 @@ def test_fields_with_a_default_may_be_left_out() -> None:
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    """The document of ``MIXED`` with one value replaced, or taken out for ``...``."""
+    """Return the document of ``MIXED`` with one value replaced, or taken out for ``...``."""
     document = copy.deepcopy(MIXED.as_dict())
     *inner, last = path.split("/")
     place: Any = document

@@ -11,6 +11,7 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
+from zeromesh import Settings
 from zeromesh.apps.plan.choose.layout_documents import layout_from
 from zeromesh.apps.plan.choose.search import search
 from zeromesh.apps.plan.choose.space import PlanRequest
@@ -22,7 +23,6 @@ from zeromesh.apps.plan.machine.presets import cluster
 from zeromesh.apps.plan.predict.rank_memory import memory_of
 from zeromesh.apps.plan.predict.table_bytes import gradient_messages, lookup_bytes
 from zeromesh.apps.plan.predict.time import time_of
-from zeromesh.config.settings import Settings
 from zeromesh.shard.sizes import Widths
 
 ROWS, WIDTH, BAGS, SAMPLES = 64, 16, 4, 4

@@ -140,7 +140,7 @@ def saved(cost: ModelCost, policy: Recompute = Recompute.NONE) -> float:
 
 
 def highest(cost: ModelCost) -> float:
-    """The most bytes of a forward and backward, with gradients until they are accumulated."""
+    """Return the most bytes of a forward and backward, with gradients until they are accumulated."""
     before, most = 0.0, 0.0
     for unit in cost.units:
         before += unit.saved[Recompute.NONE].on()

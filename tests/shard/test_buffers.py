@@ -12,6 +12,7 @@ from torch import nn
 
 import zeromesh
 from harness import RankFailure, on_ranks, run_ranks
+from run import sgd, start_engine, train_step
 
 WIDTH = 6
 
@@ -32,14 +33,12 @@ class Holder(nn.Module):
 
 
 def start(model: nn.Module, row: int = 0, **more: Any) -> zeromesh.Engine:
-    settings = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": row}, **more}
-    return zeromesh.initialize(model=model, config=settings)[0]
+    return start_engine(model, more, optimizer=sgd(0.1), stage=row)
 
 
 def train(engine: zeromesh.Engine, steps: int = 1) -> None:
     for _ in range(steps):
-        engine.backward(engine(torch.ones(2, WIDTH)))
-        engine.step()
+        train_step(engine, engine(torch.ones(2, WIDTH)))
 
 
 DTYPES = [
@@ -86,7 +85,7 @@ def test_a_sparse_buffer_is_refused_unless_it_is_no_state() -> None:
 
 
 def at_the_address(module: Holder, like: torch.Tensor) -> torch.Tensor:
-    """A copy of ``like`` that has the ``id`` of the module's buffer, which is gone then."""
+    """Return a copy of ``like`` that has the ``id`` of the module's buffer, which is gone then."""
     wanted, module.value = id(module.value), None
     others: list[torch.Tensor] = []
     while len(others) < 1000 and (not others or id(others[-1]) != wanted):

@@ -8,6 +8,7 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
+from run import configuration, sgd, start_engine, train_step, whole_parameters
 from zeromesh.zero import GatheredParameters
 
 STEPS = 3
@@ -30,13 +31,7 @@ def penalty(model: nn.Module) -> torch.Tensor:
 
 def train(row: int, inside: bool) -> list[torch.Tensor]:
     model = make()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": row},
-        "slots": {"parameter": 2, "gradient": 2},
-    }
-    engine = zeromesh.initialize(model=model, config=config)[0]
+    engine = start_engine(model, micro=2, optimizer=sgd(0.1), stage=row, slots={"parameter": 2, "gradient": 2})
     for step in range(STEPS):
         x = batch(step, engine.data_rank)
         loss = None if inside else engine(x).square().mean()
@@ -45,10 +40,8 @@ def train(row: int, inside: bool) -> list[torch.Tensor]:
             loss = loss + penalty(model)
             copied = copy.deepcopy(model)
         assert type(copied[0].weight) is nn.Parameter
-        engine.backward(loss)
-        engine.step()
-    with GatheredParameters(list(model.parameters())):
-        return [parameter.detach().clone() for parameter in model.parameters()]
+        train_step(engine, loss)
+    return list(whole_parameters(model).values())
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -67,15 +60,9 @@ def test_graphs_of_gathered_parameters_are_differentiated_as_in_plain_torch(insi
 
 def mix() -> tuple[list[torch.Tensor], list[str]]:
     """Average two engines' weights, as a teacher's; then differentiate products of them."""
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 3},
-        "units": ["Linear"],
-    }
+    config = configuration(micro=2, optimizer=sgd(0.1), stage=3, units=["Linear"])
     student, teacher = (zeromesh.initialize(model=make(), config=config)[0] for _ in range(2))
-    student.backward(student(batch(0, student.data_rank)).square().mean())
-    student.step()
+    train_step(student, student(batch(0, student.data_rank)).square().mean())
     ours, theirs = list(student.module.parameters()), list(teacher.module.parameters())
     said = []
     with GatheredParameters(ours), GatheredParameters(theirs, modifier_rank=0):

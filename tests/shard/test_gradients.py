@@ -10,7 +10,9 @@ from torch import nn
 
 import numerics
 import zeromesh
+from compare import assert_close
 from harness import on_ranks
+from run import sgd, start_engine, train_step
 from zeromesh.comm import ordered_sums as sums
 from zeromesh.shard.gradients.gradient import FullState, Gradient, ShardState
 from zeromesh.shard.layout import Layout
@@ -128,18 +130,10 @@ def inputs(step: int) -> torch.Tensor:
 @pytest.mark.parametrize("row", range(4))
 @on_ranks(2)
 def test_gradients_that_share_memory_are_each_counted_once(row: int) -> None:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "zero_optimization": {"stage": row},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "units": ["Linear"],
-    }
-    engine, *_ = zeromesh.initialize(model=pair(), config=config)
+    engine = start_engine(pair(), micro=2, accumulation=2, stage=row, optimizer=sgd(0.1), units=["Linear"])
     assert sum(g.in_place for g in engine.sharded.reducer.gradients) == 3
     for step in range(6):
-        engine.backward(engine(inputs(step).chunk(2)[engine.data_rank]))
-        engine.step()
+        train_step(engine, engine(inputs(step).chunk(2)[engine.data_rank]))
     trained = engine.state_dict()
     model = pair()
     for step in range(0, 6, 2):
@@ -149,8 +143,7 @@ def test_gradients_that_share_memory_are_each_counted_once(row: int) -> None:
         with torch.no_grad():
             for parameter, value in zip(model.parameters(), found, strict=True):
                 parameter -= 0.1 * value
-    for name, expected in model.state_dict().items():
-        assert torch.allclose(trained[name], expected, rtol=1e-12, atol=1e-14), name
+    assert_close(trained, model.state_dict(), 1e-12, 1e-14)
 
 
 class Looked(Pair):
@@ -161,14 +154,9 @@ class Looked(Pair):
 
 @on_ranks(2)
 def test_after_the_last_backward_no_rank_has_units_that_others_have_not() -> None:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": 3},
-        "slots": {"parameter": 99},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "units": ["Linear"],
-    }
-    engine, *_ = zeromesh.initialize(model=Looked().double(), config=config)
+    engine = start_engine(
+        Looked().double(), micro=2, stage=3, slots={"parameter": 99}, optimizer=sgd(0.1), units=["Linear"]
+    )
     for _ in range(2):
         for step in range(2):
             engine.backward(engine(inputs(step), look=engine.data_rank == 0))

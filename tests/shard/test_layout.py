@@ -11,6 +11,7 @@ from torch import nn
 
 import zeromesh
 from harness import run_ranks
+from run import train_step
 from zeromesh.shard.layout import ALIGNMENT, Layout, round_up
 from zeromesh.shard.parameters import slots
 from zeromesh.shard.parameters.slots import Pool, Slot, attach, detach, largest
@@ -148,10 +149,7 @@ def losses(swap: bool) -> list[float]:
         found = []
         for step in range(4):
             batch = torch.randn(4, 9, generator=torch.Generator().manual_seed(7 * step + engine.data_rank))
-            loss = engine(batch).square().mean()
-            engine.backward(loss)
-            engine.step()
-            found.append(loss.item())
+            found.append(train_step(engine, engine(batch).square().mean()))
         engine.destroy()
         return found
 

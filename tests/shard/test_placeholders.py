@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-import zeromesh
 from harness import on_ranks
+from run import sgd, start_engine, train_step
 from zeromesh import zero
 
 P = torch.Tensor
@@ -64,12 +64,7 @@ VALUES: dict[str, Callable[[P], Any]] = {
 
 
 def start(model: nn.Module, stage: int = 3) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage},
-    }
-    return zeromesh.initialize(model=model, config=config)[0]
+    return start_engine(model, micro=2, optimizer=sgd(0.1), stage=stage)
 
 
 @on_ranks(2)
@@ -137,8 +132,7 @@ def test_another_adapter_may_be_switched_on_for_a_pass_of_reference() -> None:
         reference = engine(x)
     torch.testing.assert_close(reference, (plain.use("b"), plain(x))[1])
     model.use("a")
-    engine.backward((engine(x) - reference).square().mean())
-    engine.step()
+    train_step(engine, (engine(x) - reference).square().mean())
     engine.backward((engine(x) - reference).square().mean())
     model.use("b")
     with pytest.raises(RuntimeError, match="was frozen when initialize was called, and is trainable now"):

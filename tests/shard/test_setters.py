@@ -12,6 +12,7 @@ from torch import nn
 
 import zeromesh
 from harness import on_ranks
+from run import adamw, configuration
 from zeromesh import zero
 from zeromesh.deepspeed import local_states
 from zeromesh.shard.store.early import EarlyUpdates
@@ -92,11 +93,7 @@ class Mesh(Plain):
             if place.get(section, {}).get("device") == "nvme":
                 place[section]["nvme_path"], self.nvme = str(folder), True
         self.model = make()
-        config = {
-            "train_micro_batch_size_per_gpu": 4,
-            "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
-            "zero_optimization": place,
-        }
+        config = configuration(micro=4, optimizer=adamw(0.01, weight_decay=0.1), zero=place)
         self.engine, self.optimizer, _, _ = zeromesh.initialize(model=self.model, config=config)
 
     @property

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeromesh
 from harness import on_ranks, run_ranks
+from run import sgd, start_engine, train_step
 from zeromesh.shard.tables.lookups import TableOutput
 
 ROWS, PER_RANK, STEPS = 19, 4, 3
@@ -199,17 +200,16 @@ def trained(stage: int, batched: bool = True, names: tuple[str, ...] = tuple(PRO
     found = {}
     try:
         for name in names:
-            config = {
-                "train_micro_batch_size_per_gpu": PER_RANK,
-                "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-                "zero_optimization": {"stage": stage},
-                "units": ["block"],
-                "embedding_tables": {"modules": ["a", "b", "c"], "batch_lookups": batched},
-            }
-            engine = zeromesh.initialize(model=made(PROGRAMS[name]), config=config)[0]
+            engine = start_engine(
+                made(PROGRAMS[name]),
+                micro=PER_RANK,
+                optimizer=sgd(0.1),
+                stage=stage,
+                units=["block"],
+                embedding_tables={"modules": ["a", "b", "c"], "batch_lookups": batched},
+            )
             for step in range(STEPS):
-                engine.backward(engine(indices(step, engine.mesh.shard.size, engine.data_rank)))
-                engine.step()
+                train_step(engine, engine(indices(step, engine.mesh.shard.size, engine.data_rank)))
             found[name] = engine.gathered_state_dict()
             engine.destroy()
     finally:
@@ -260,8 +260,7 @@ class Many(nn.Module):
 
 def many(count: int) -> zeromesh.Engine:
     torch.manual_seed(0)
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    return zeromesh.initialize(model=Many(count), config=config)[0]
+    return start_engine(Many(count), micro=2, optimizer=sgd(0.1))
 
 
 @on_ranks(2)
@@ -377,8 +376,7 @@ def test_engines_that_ranks_call_in_another_order_are_told() -> None:
 def shortened(early: bool) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = nn.ModuleDict({name: nn.Embedding(12, 4, sparse=True, max_norm=0.5).double() for name in "ab"})
-    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "mesh": {"data": 2, "replicate": 2}}
-    engine = zeromesh.initialize(model=model, config=config)[0]
+    engine = start_engine(model, optimizer=sgd(0.1), mesh={"data": 2, "replicate": 2})
     b = engine.module["b"](torch.arange(3) + 3 * (engine.mesh.rank % 2))
     if early and engine.mesh.rank == 0:
         str(b + 0)

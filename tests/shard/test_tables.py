@@ -13,6 +13,7 @@ from torch import nn
 
 import zeromesh
 from harness import on_ranks, run_ranks
+from run import configuration, optimizer_of, plain_step, sgd, start_engine, train_step
 from zeromesh import zero
 
 STEPS, PER_RANK = 10, 4
@@ -161,14 +162,14 @@ def config_of(case: Case, folder: str) -> dict[str, Any]:
         tables["nvme_path"] = folder
     if case.kind == "rowwise_adagrad":
         tables["optimizer"] = {"type": case.kind, "params": {"lr": 0.3, "eps": 1e-9}}
-    found: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": PER_RANK,
-        "gradient_accumulation_steps": case.accumulation,
-        "gradient_clipping": case.clip,
-        "optimizer": {"type": kind, "params": options},
-        "zero_optimization": {"stage": case.stage},
-        "embedding_tables": tables,
-    }
+    found: dict[str, Any] = configuration(
+        micro=PER_RANK,
+        accumulation=case.accumulation,
+        clipping=case.clip,
+        optimizer={"type": kind, "params": options},
+        stage=case.stage,
+        embedding_tables=tables,
+    )
     if case.mesh is not None:
         found["mesh"] = {"replicate": case.mesh[0], "data": case.mesh[1]}
     return found
@@ -242,12 +243,10 @@ def test_every_update_and_stage_trains_as_in_one_process(ranks: int, device: str
 def moved(rows: int, stage: int) -> dict[str, dict[str, float]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.EmbeddingBag(rows, 8, sparse=True), nn.Linear(8, 1))
-    config = {"optimizer": {"type": "Adagrad", "params": {"lr": 0.1}}, "zero_optimization": {"stage": stage}}
-    engine = zeromesh.initialize(model=model, config=config)[0]
+    engine = start_engine(model, optimizer=optimizer_of("Adagrad", lr=0.1), stage=stage)
     engine.traffic_report(reset=True)
     for _ in range(2):
-        engine.backward(engine(torch.arange(10).view(5, 2) * (rows // 10)).square().mean())
-        engine.step()
+        train_step(engine, engine(torch.arange(10).view(5, 2) * (rows // 10)).square().mean())
     found = engine.traffic_report()
     engine.destroy()
     return found
@@ -273,8 +272,7 @@ def test_a_users_optimizer_updates_tables_by_its_groups() -> None:
     expected = before.clone()
     for step in range(3):
         weight = next(p.detach().clone() for p in rest)
-        engine.backward(engine(torch.tensor([1, 1, 3])).sum())
-        engine.step()
+        train_step(engine, engine(torch.tensor([1, 1, 3])).sum())
         rate = 0.5 / (1 + step)
         expected[1] -= rate * 2 * weight[0]
         expected[3] -= rate * weight[0]
@@ -297,19 +295,16 @@ class Sums(nn.Module):
 def test_16_bit_runs_keep_rows_in_fp32_and_skip_overflows() -> None:
     # Three rows on four ranks: one has none.
     for section in ({"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 4}}):
-        config = {"optimizer": {"type": "SGD", "params": {"lr": 2.0**-12}}, **section}
-        engine = zeromesh.initialize(model=Sums(), config=config)[0]
+        engine = start_engine(Sums(), section, optimizer=sgd(2.0**-12))
         expected = torch.arange(12.0).view(3, 4) / 8
         for bags in ([[0, 0, 2]], [[2, 2, 1]]):
-            engine.backward(engine(torch.tensor(bags) * (engine.mesh.rank > 0)))
-            engine.step()
+            train_step(engine, engine(torch.tensor(bags) * (engine.mesh.rank > 0)))
             for row in bags[0]:  # rank 0 has the first row three times
                 expected[row] -= 2.0**-12 * 3 / 4
             expected[0] -= 2.0**-12 * 3 / 4
         assert torch.equal(engine.state_dict()["table.weight"], expected)
         if "fp16" in section:
-            engine.backward(engine(torch.tensor([[1, 1, 1]]), factor=1e38))
-            engine.step()
+            train_step(engine, engine(torch.tensor([[1, 1, 1]]), factor=1e38))
             assert engine.skipped_steps == 1
             assert torch.equal(engine.state_dict()["table.weight"], expected)
         assert engine(torch.tensor([[0]])).dtype == torch.float32
@@ -347,13 +342,9 @@ def test_recomputed_and_repeated_lookups_equal_one_process() -> None:
         torch.manual_seed(0)
         model, plain_model = Twice().double(), Twice().double()
         plain_model.load_state_dict(model.state_dict())
-        config = {
-            "train_micro_batch_size_per_gpu": 3,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": 3},
-            "activation_checkpointing": {"enabled": recomputed},
-        }
-        engine = zeromesh.initialize(model=model, config=config)[0]
+        engine = start_engine(
+            model, micro=3, optimizer=sgd(0.1), stage=3, activation_checkpointing={"enabled": recomputed}
+        )
         optimizer = torch.optim.SGD(plain_model.parameters(), lr=0.1)
         for step in range(3):
             first, second = torch.randint(0, 11, (2, 6, 2), generator=torch.Generator().manual_seed(step))
@@ -361,11 +352,8 @@ def test_recomputed_and_repeated_lookups_equal_one_process() -> None:
             with torch.no_grad():
                 engine(first[share])  # an evaluation leaves nothing behind
             # Two forwards before one backward, as of contrastive losses.
-            engine.backward(engine(first[share]) + 2 * engine(second[share]))
-            engine.step()
-            (plain_model(first) + 2 * plain_model(second)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(engine, engine(first[share]) + 2 * engine(second[share]))
+            plain_step(optimizer, plain_model(first) + 2 * plain_model(second))
         check(engine.state_dict(), plain_model.state_dict(), recomputed)
         engine.destroy()
 
@@ -373,11 +361,9 @@ def test_recomputed_and_repeated_lookups_equal_one_process() -> None:
 @on_ranks(2)
 def test_tables_given_in_16_bits_have_fp32_rows() -> None:
     model = Sums().bfloat16()
-    config = {"optimizer": {"type": "SGD", "params": {"lr": 2.0**-12}}, "bf16": {"enabled": True}}
-    engine = zeromesh.initialize(model=model, config=config)[0]
+    engine = start_engine(model, optimizer=sgd(2.0**-12), bf16=True)
     for _ in range(4):  # bf16 would round each step away
-        engine.backward(engine(torch.tensor([[2]])))
-        engine.step()
+        train_step(engine, engine(torch.tensor([[2]])))
     expected = torch.arange(12.0).view(3, 4) / 8
     expected[2] -= 4 * 2.0**-12
     master = zero.safe_get_full_fp32_param(engine.module.table.weight)

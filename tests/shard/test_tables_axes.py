@@ -94,7 +94,6 @@ def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
     return model(**batch) if isinstance(batch, dict) else model(*batch)
 
 
-DENSE = {"lr": 0.02, "eps": 1e-6}
 RULES = {
     "adam": (torch.optim.Adam, torch.optim.SparseAdam, {"lr": 0.02, "eps": 1e-6}),
     "adagrad": (torch.optim.Adagrad, torch.optim.Adagrad, {"lr": 0.05, "eps": 1e-6}),

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 import zeromesh
+from compare import assert_same
 from harness import on_ranks, run_ranks
+from run import sgd, start_engine, train_step
 from test_tables import (
     ROWS,
     STEPS,
@@ -101,8 +103,7 @@ def test_weights_and_states_are_the_same_on_any_number_of_ranks(tmp_path: Path) 
         for n, d in ((3, "none"), (2, "nvme"), (1, "cpu"))
     ]
     for other in found[1:]:
-        for name, value in found[0]["weights"].items():
-            assert torch.equal(other["weights"][name], value)
+        assert_same(other["weights"], found[0]["weights"])
         for key, (value,) in found[0]["states"].items():
             assert torch.equal(other["states"][key][0], value)
             assert value.any()
@@ -113,8 +114,7 @@ def test_weights_are_whole_where_they_are_asked_for() -> None:
     before = make().state_dict()
     engine = engine_of(Case(stage=0), "")
     weight = engine.module.words.weight
-    for name, value in engine.state_dict().items():
-        assert torch.equal(value, before[name]), name
+    assert_same(before, engine.state_dict())
     with zero.GatheredParameters([weight], modifier_rank=1):
         assert torch.equal(weight, before["words.weight"])
         if engine.mesh.rank == 1:
@@ -150,8 +150,7 @@ def test_a_table_built_on_meta_has_the_values_of_an_ordinary_one() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     engine = zeromesh.initialize(model=model, config=config_of(Case(), ""))[0]
-    for name, value in engine.state_dict().items():
-        assert torch.equal(value, ordinary[name]), name
+    assert_same(ordinary, engine.state_dict())
     assert expected.keys() == ordinary.keys()
     engine.destroy()
 
@@ -269,17 +268,16 @@ SCHEDULES: dict[str, tuple[dict[str, Any], float]] = {
 def test_tables_with_a_rate_of_their_own_follow_the_schedule_in_proportion(name: str) -> None:
     params, highest = SCHEDULES[name]
     model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
-    config = {
-        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
-        "scheduler": {"type": name, "params": params},
-        "embedding_tables": {"optimizer": {"type": "sgd", "params": {"lr": 2.0}}},
-    }
-    engine = zeromesh.initialize(model=model, config=config)[0]
+    engine = start_engine(
+        model,
+        optimizer=sgd(0.5),
+        scheduler={"type": name, "params": params},
+        embedding_tables={"optimizer": {"type": "sgd", "params": {"lr": 2.0}}},
+    )
     rates = []
     for _ in range(8):
         rates.append(engine.get_lr())
-        engine.backward(engine(torch.tensor([1])).sum())
-        engine.step()
+        train_step(engine, engine(torch.tensor([1])).sum())
     assert max(own for own, _ in rates) == pytest.approx(highest, rel=0.01)
     for own, of_tables in rates:
         assert of_tables == pytest.approx(own * 2.0 / highest)
@@ -315,7 +313,7 @@ def test_ranks_that_look_up_different_tables_are_told() -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({name: nn.Embedding(4, 2, sparse=True) for name in "ab"})
     model["head"] = nn.Linear(2, 1)
-    engine = zeromesh.initialize(model=model, config={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})[0]
+    engine = start_engine(model, optimizer=sgd(0.1))
     with pytest.raises(RuntimeError, match="looks up rows of another table than"):
         engine.module["ab"[engine.mesh.rank]](torch.tensor([1])).sum()
     engine.destroy()

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import zeromesh
 from harness import on_ranks
+from run import sgd, start_engine
 
 Parameters = Iterable[nn.Parameter]
 
@@ -118,13 +119,7 @@ def train(
     touch: str, stage: int, calls: str, slots: int = 2, loss: Callable[..., torch.Tensor] = inside, clips: bool = False
 ) -> None:
     model, plain = make(touch), make(touch)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage},
-        "slots": {"parameter": slots},
-    }
-    engine = zeromesh.initialize(model=model, config=config)[0]
+    engine = start_engine(model, micro=2, optimizer=sgd(0.1), stage=stage, slots={"parameter": slots})
     optimizer, rank = torch.optim.SGD(plain.parameters(), 0.1), engine.mesh.rank
     for update in calls.split():
         x = torch.randn(2, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(len(update)))

@@ -21,7 +21,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 
 
 def held(engine: Any, stage: int) -> dict[str, Any]:
-    """The fp32 masters and states by name, from DeepSpeed's memory. Collective."""
+    """Return the fp32 masters and states by name, from DeepSpeed's memory. Collective."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeromesh
+from compare import assert_close
+from run import plain_step, train_step, whole_state
 from zeromesh.base.float8_products import Float8Products
 from zeromesh.base.linear_arithmetic import Columns, multiply
 
@@ -80,9 +82,7 @@ def plain(
     losses = []
     for step in range(STEPS):
         found = [model(batch(step, number)) for number in range(micro_batches)]
-        (sum(found) / micro_batches).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        plain_step(optimizer, sum(found) / micro_batches)
         losses.append(sum(float(loss.detach()) for loss in found) / micro_batches)
     return losses, {name: value.detach() for name, value in model.state_dict().items()}
 
@@ -97,24 +97,17 @@ def on_engine(
     ranks, rank = engine.mesh.data_size, engine.mesh.data_rank
     losses = []
     for step in range(STEPS):
-        found = []
-        for number in range(accumulation):
-            loss = engine(batch(step, number * ranks + rank))
-            engine.backward(loss)
-            engine.step()
-            found.append(float(loss.detach()))
+        found = [train_step(engine, engine(batch(step, number * ranks + rank))) for number in range(accumulation)]
         mine = torch.tensor([sum(found) / accumulation], dtype=torch.float64)
         losses.append(float(engine.mesh.group("world").exchange(mine).mean()))
-    with zeromesh.zero.GatheredParameters(list(engine.module.parameters())):
-        state = {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
+    state = whole_state(engine.module)
     engine.destroy()
     return losses, state
 
 
 def require_same(found: Any, want: Any, tolerance: float = 1e-9) -> None:
     assert found[0] == pytest.approx(want[0], rel=tolerance)
-    for name, value in want[1].items():
-        assert torch.allclose(found[1][name], value, rtol=tolerance, atol=tolerance), name
+    assert_close(found[1], want[1], tolerance)
 
 
 def section(recipe: str = "tensorwise", **more: Any) -> dict[str, Any]:

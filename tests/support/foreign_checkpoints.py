@@ -48,7 +48,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def trained_model(kind: type[nn.Module] = Small, single: bool = False) -> tuple[Any, torch.optim.AdamW]:
-    """A model after three updates by AdamW, and its optimizer."""
+    """Return a model after three updates by AdamW, and its optimizer."""
     torch.manual_seed(5)
     model = kind()
     made = [{"params": list(model.parameters())}] if single else groups(model)
@@ -152,7 +152,7 @@ def write_zero(folder: Path, stage: int, ranks: int, model: nn.Module, optimizer
 
 
 def _flat(parameters: list[Any], optimizer: Any, rank: int, ranks: int, stage: int) -> tuple[dict[str, Any], Any]:
-    """A rank's range of a group's values and states; at stage 3 it is a range of each parameter, else of all."""
+    """Return a rank's range of a group's values and states; at stage 3 it is a range of each parameter, else of all."""
     values = {"value": [p.detach() for p in parameters]}
     values |= {key: [optimizer.state[p][key] for p in parameters] for key in STATES}
     if stage == 3:
@@ -170,7 +170,7 @@ def _flat(parameters: list[Any], optimizer: Any, rank: int, ranks: int, stage: i
 
 
 def _cut(value: torch.Tensor, rank: int, ranks: int) -> tuple[torch.Tensor, int]:
-    """A rank's range of a flattened tensor, padded so that all are equally long; and its length without padding."""
+    """Return a rank's range of a flattened tensor, padded to the length of all, and its length without padding."""
     size = -(-value.numel() // ranks)
     part = value.flatten()[rank * size : (rank + 1) * size]
     return torch.cat([part, part.new_full((size - part.numel(),), float("nan"))]), part.numel()

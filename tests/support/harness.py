@@ -90,7 +90,7 @@ class Place:
 
 
 def this_machine(rank: int) -> Place:
-    """The place of every rank where there is one host: the loopback interface."""
+    """Return the place of every rank where there is one host: the loopback interface."""
     interface = "lo" if sys.platform == "linux" else "lo0"
     return Place(
         variables={
@@ -103,7 +103,7 @@ def this_machine(rank: int) -> Place:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on, and that no outgoing connection gets meanwhile."""
+    """Return a TCP port of the loopback interface without a listener, which no outgoing connection gets meanwhile."""
     draw = random.SystemRandom()  # not the generator that tests seed, or two pytest processes would draw the same
     while True:
         port = draw.randrange(15000, 28000)  # below those of outgoing connections, and of torchrun and zeromesh
@@ -197,7 +197,7 @@ class Worker:
     read: int = 0
 
     def new_output(self) -> str:
-        """What the worker has printed since the last call began."""
+        """Return what the worker has printed since the last call began."""
         return self.output.read_bytes()[self.read :].decode(errors="replace")
 
     def death(self) -> str | None:
@@ -208,7 +208,7 @@ class Worker:
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
 
     def stack(self) -> str:
-        """The Python stacks of all its threads; it must have been asked for by SIGUSR1."""
+        """Return the Python stacks of all its threads; it must have been asked for by SIGUSR1."""
         text = ""
         for _ in range(40):
             time.sleep(0.05)
@@ -375,7 +375,7 @@ class Pool:
 
 
 def mpiexec() -> Path:
-    """The launcher of the MPI that pip brought into this environment, else the system's."""
+    """Return the launcher of the MPI that pip brought into this environment, else the system's."""
     own = Path(sys.executable).with_name("mpiexec")
     found = own if own.exists() else shutil.which("mpiexec")
     assert found is not None, "there is no mpiexec; pip install mpich brings one"
@@ -427,7 +427,7 @@ class MpiPool(Pool):
 
 
 def _receive(worker: Worker) -> Outcome:
-    """The outcome of a worker that has answered or ended."""
+    """Return the outcome of a worker that has answered or ended."""
     try:
         kind, value, at = pickle.loads(worker.connection.recv_bytes())
     except (EOFError, ConnectionResetError):
@@ -441,13 +441,13 @@ def _receive(worker: Worker) -> Outcome:
 
 @functools.cache
 def session_pool() -> Pool:
-    """The pool that all tests of the session share."""
+    """Return the pool that all tests of the session share."""
     return Pool()
 
 
 @functools.cache
 def mpi_pool(world_size: int) -> MpiPool:
-    """The same for ranks of ``mpiexec``: one pool for each number of them."""
+    """Return the same for ranks of ``mpiexec``: one pool for each number of them."""
     _mpi_pools.append(pool := MpiPool())
     return pool
 

@@ -133,7 +133,7 @@ def serve(connection: Connection, rank: int, backend: str) -> None:
 
 
 def start(stacks: str) -> None:
-    """Settings of a rank."""
+    """Set what holds for a rank."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115
     if throttle.VARIABLE in os.environ:

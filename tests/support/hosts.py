@@ -45,7 +45,7 @@ def bits_per_second(rate: str | None) -> float | None:
 
 
 def make_network(kind: str, hosts: int, ranks: int) -> Namespaces | Throttle:
-    """The network of a kind.
+    """Return the network of a kind.
 
     Raises:
         ValueError: there is no such kind.
@@ -115,7 +115,7 @@ class Hosts:
         return Place(self._network.prefix(host), variables | self.variables(host))
 
     def variables(self, host: int) -> dict[str, str]:
-        """What every process of a host has in its environment."""
+        """Return what every process of a host has in its environment."""
         return {"MASTER_ADDR": self.address(0), **self._network.variables(host)}
 
     def address(self, host: int) -> str:
@@ -123,7 +123,7 @@ class Hosts:
         return self._network.address(host)
 
     def port(self) -> int:
-        """A TCP port that is free on every host."""
+        """Return a TCP port that is free on every host."""
         return self._network.port()
 
     def set_rate(self, rate: str | None) -> None:
@@ -185,7 +185,7 @@ def sent_by_this_host() -> int:
 
 @functools.cache
 def best_kind() -> str:
-    """What the variable asks for, or namespaces where they are permitted."""
+    """Return what the variable asks for, or namespaces where they are permitted."""
     if not os.environ.get(VARIABLE):
         try:
             Namespaces(1).close()

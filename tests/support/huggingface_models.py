@@ -42,6 +42,12 @@ FP32_GRADIENT = "its norms or scans run in fp32, where the weight gradient is su
 FP32_EXPERTS = "the grouped matrix product of its experts exists for fp32 and lower precision only"
 
 
+def token_batches(steps: int) -> list[torch.Tensor]:
+    """Return so many batches of four texts."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(0, VOCABULARY, (SAMPLES, LENGTH), generator=generator) for _ in range(steps)]
+
+
 @dataclass(frozen=True)
 class Model:
     """One architecture.
@@ -72,7 +78,7 @@ class Model:
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def build(self) -> Any:
-        """The model with random weights, without dropout."""
+        """Return the model with random weights, without dropout."""
         import transformers
 
         config = getattr(transformers, self.config)(**self.options)
@@ -286,7 +292,7 @@ The second column shows the units that ZeroMesh finds in the model, `#` being a 
 
 
 def page() -> str:
-    """The table as a page of the documentation, in Markdown."""
+    """Return the table as a page of the documentation, in Markdown."""
     lines = ["| class | block units | compared in | tolerance | why the tolerance is larger |", "|---|---|---|---|---|"]
     for model in MODELS.values():
         units = ", ".join(f"`{kind}` x {count}" for kind, count in model.blocks.items())

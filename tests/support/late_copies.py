@@ -130,6 +130,6 @@ def there(tensor: torch.Tensor) -> int | None:
 
 
 def unchanged(source: torch.Tensor, value: torch.Tensor) -> None:
-    """The host has not written to what was copied."""
+    """Require that the host has not written to what was copied."""
     same = torch.equal(source.view(torch.uint8), value.view(torch.uint8))
     assert same, "the host wrote to memory before it knew that it was copied"

@@ -20,7 +20,7 @@ JUNK: tuple[Any, ...] = (
 
 
 def items(document: Any) -> list[tuple[Any, Any]]:
-    """The keys and the values of a container; records count as dicts."""
+    """Return the keys and the values of a container; records count as dicts."""
     if isinstance(document, list):
         return [*enumerate(document)]
     fields = vars(document) if is_dataclass(document) else document
@@ -28,7 +28,7 @@ def items(document: Any) -> list[tuple[Any, Any]]:
 
 
 def places(document: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of every value in nested containers."""
+    """Yield the path of every value in nested containers."""
     if above:
         yield above
     for key, value in items(document):
@@ -36,7 +36,7 @@ def places(document: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ..
 
 
 def mutated(document: Any, generator: random.Random) -> tuple[Any, str]:
-    """A copy with one to three values replaced, left out, or there twice; and what was done, in words."""
+    """Return a copy with one to three values replaced, left out, or there twice; and what was done, in words."""
     altered, done = copy.deepcopy(document), []
     for _ in range(generator.choice((1, 1, 1, 2, 3))):
         every = list(places(altered))

@@ -83,7 +83,7 @@ class Namespaces:
             self._configure(self._process(host), "ip", [address, "link set lo up", f"link set {INTERFACE} up"])
 
     def _first(self) -> int:
-        """The first namespace, of the switch, in the first way that is permitted; the process that holds it."""
+        """Return the first namespace, of the switch, in the first way that is permitted; the process that holds it."""
         reasons = []
         for way in _WAYS:
             try:
@@ -96,7 +96,7 @@ class Namespaces:
         raise NotPermitted("; ".join(reasons))
 
     def _hold(self, command: Sequence[str]) -> int:
-        """A new namespace; the number of the process that keeps it until its input ends."""
+        """Return a new namespace; the number of the process that keeps it until its input ends."""
         program = shutil.which(command[0], path=_SEARCH)
         assert program is not None
         process = subprocess.Popen(
@@ -133,19 +133,19 @@ class Namespaces:
             raise NotPermitted(f"{tool} {lines}: {done.stderr.strip()}")
 
     def prefix(self, host: int) -> tuple[str, ...]:
-        """What a command begins with that is to run on a host."""
+        """Return what a command begins with that is to run on a host."""
         return self._enter(self._process(host))
 
     def address(self, host: int) -> str:
-        """The host's address; the machine itself knows nothing of it."""
+        """Return the host's address; the machine itself knows nothing of it."""
         return f"10.0.0.{1 + host}"
 
     def variables(self, host: int) -> dict[str, str]:
-        """What processes of a host need in their environment."""
+        """Return what processes of a host need in their environment."""
         return {"GLOO_SOCKET_IFNAME": INTERFACE}
 
     def port(self) -> int:
-        """A TCP port that is free on every host."""
+        """Return a TCP port that is free on every host."""
         return next(self._ports)
 
     def set_rate(self, rate: float | None) -> None:
@@ -165,7 +165,7 @@ class Namespaces:
         return [payload(self._process(host)) for host in range(len(self._holders) - 1)]
 
     def close(self) -> None:
-        """The hosts go when no process is in them any more."""
+        """End the processes of the hosts, which go with the last."""
         for holder in reversed(self._holders):
             holder.kill()
             holder.communicate()

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import zeromesh
+from run import train_step
 from zeromesh.base.kernels import halves
 from zeromesh.base.kernels.update_pass import StepInput
 from zeromesh.base.placement import Tier
@@ -165,7 +166,7 @@ class Case:
         return chosen
 
     def computed(self, master: torch.Tensor) -> torch.Tensor:
-        """A parameter as it is computed with."""
+        """Return a parameter as it is computed with."""
         if self.precision == "bf16" and "split" in self.policy:
             return halves.split(master)[0]
         return master.to(self.compute)
@@ -336,10 +337,7 @@ def _train(case: Case, further: Mapping[str, Any]) -> Run:
     for step in range(STEPS):
         for micro_batch in range(case.accumulation):
             rows = share(case, micro_batch, engine.data_rank)
-            loss = engine(*batch(step, case.master, rows))
-            engine.backward(loss)
-            engine.step()
-            run.losses.append(loss.item())
+            run.losses.append(train_step(engine, engine(*batch(step, case.master, rows))))
         run.norms.append(engine.get_global_grad_norm())
         run.scales.append(engine.loss_scale)
         run.rates.append(engine.get_lr()[0])
@@ -393,7 +391,7 @@ class Alone:
 
 
 def make_optimizers(name: str, parameters: dict[str, nn.Parameter], cut: Sequence[tuple[str, int, int]] = ()) -> Any:
-    """The optimizers of a reference over whole parameters.
+    """Return the optimizers of a reference over whole parameters.
 
     With ``cut``, those that work element by element get the pieces of it, each a parameter of its own, since torch's
     fused kernels round the elements at the end of a tensor, which do not fill a vector register, differently.
@@ -447,7 +445,7 @@ def apply(
 
 
 def counts(views: dict[Any, nn.Parameter], optimizers: Any) -> dict[str, float]:
-    """Updates of each parameter, as its optimizer counts them."""
+    """Return the updates of each parameter, as its optimizer counts them."""
     states = {view: state for optimizer in optimizers for view, state in optimizer.state.items()}
     return {name: float(states.get(view, {}).get("step", 0)) for (name, _, _), view in views.items()}
 
@@ -555,7 +553,7 @@ class Scale:
 def _gradients(
     case: Case, model: nn.Module, step: int, micro_batch: int, rank: int, scale: float, run: Run
 ) -> dict[str, torch.Tensor | None]:
-    """A rank's gradients of its share of a micro-batch, in the parameters' dtype, on its own."""
+    """Return a rank's gradients of its share of a micro-batch, in the parameters' dtype, on its own."""
     model.zero_grad()
     inputs = batch(step, case.compute, share(case, micro_batch, rank))
     kind = {"autocast bf16": torch.bfloat16, "autocast fp16": torch.float16}.get(case.precision)
@@ -568,7 +566,7 @@ def _gradients(
 
 
 def _summed(case: Case, gradients: dict[tuple[int, int], torch.Tensor | None]) -> torch.Tensor | None:
-    """The sum of one parameter's gradients, which are given by rank and micro-batch; in the home dtype."""
+    """Return the sum of one parameter's gradients, which are given by rank and micro-batch; in the home dtype."""
     if all(gradient is None for gradient in gradients.values()):
         return None
     like = next(g for g in gradients.values() if g is not None)
@@ -585,7 +583,7 @@ def _summed(case: Case, gradients: dict[tuple[int, int], torch.Tensor | None]) -
 
 
 def _summed_in_group(case: Case, parts: list[list[torch.Tensor]]) -> torch.Tensor:
-    """The sum over one shard group; ``parts`` by rank and micro-batch."""
+    """Return the sum over one shard group; ``parts`` by rank and micro-batch."""
     if case.row >= 2 or (case.row == 1 and case.accumulation == 1):
         # Rounded for the wire at once, and summed over the ranks after every micro-batch.
         wires = [[_divided(case, part, case.sent) for part in own] for own in parts]
@@ -604,7 +602,7 @@ def _summed_in_group(case: Case, parts: list[list[torch.Tensor]]) -> torch.Tenso
 
 
 def _by_node(case: Case, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What is added up to the sum over the ranks: their parts, or the sum of each node, rounded for the wire."""
+    """Return what is added up to the sum over the ranks: their parts, or the sum of each node, rounded for the wire."""
     if case.near == case.shards:
         return parts
     wide = torch.promote_types(case.sent, torch.float32)
@@ -613,7 +611,7 @@ def _by_node(case: Case, parts: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _divided(case: Case, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Computed in the wider of the two dtypes. A division by the number of ranks that is not asked for is exact."""
+    """Divide in the wider of the two dtypes. A division by the number of ranks that is not asked for is exact."""
     wide = torch.promote_types(part.dtype, dtype)
     return part.to(wide).mul(1 / case.divisor).to(dtype)
 

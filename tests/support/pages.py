@@ -48,7 +48,7 @@ def blocks_of(page: str) -> list[Block]:
 
 
 def program(blocks: list[Block], language: str) -> str:
-    """The blocks of one language as one text, on the lines that they have in the page."""
+    """Return the blocks of one language as one text, on the lines that they have in the page."""
     lines: list[str] = []
     for block in blocks:
         if block.language == language and block.reason is None:

@@ -60,7 +60,7 @@ def seed_everything(seed: int) -> None:
 
 
 def train(engine: zeromesh.Engine, updates: int, late: bool = True) -> list[Any]:
-    """The losses, norms and learning rates of some updates."""
+    """Return the losses, norms and learning rates of some updates."""
     history = []
     for _ in range(updates):
         tokens = torch.randint(0, 13, (6,))
@@ -86,14 +86,8 @@ def everything(engine: zeromesh.Engine) -> dict[str, torch.Tensor]:
     return found
 
 
-def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(got[name], value), name
-
-
 def train_on_the_loader(engine: zeromesh.Engine, updates: int) -> list[float]:
-    """Updates from the loader that ``initialize`` made, over as many passes as they take; the losses."""
+    """Train on the loader that ``initialize`` made, over as many passes as it takes, and return the losses."""
     losses = []
     batches = iter(engine.training_dataloader)
     while len(losses) < updates:

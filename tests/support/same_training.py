@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-import zeromesh
+from compare import assert_close
+from run import plain_step, start_engine, train_step, whole_state
 
 STEPS = 3
 Give = Callable[[int], tuple[Any, ...]]
@@ -17,16 +18,10 @@ Give = Callable[[int], tuple[Any, ...]]
 def train_on_engine(model: nn.Module, give: Give, settings: dict[str, Any], lr: float = 0.1) -> Any:
     """Return the losses, of which the last is one of evaluation, the whole state, and the shapes of parameters here."""
     optimizer = {"type": "SGD", "params": {"lr": lr, "momentum": 0.9}}
-    engine = zeromesh.initialize(model=model, config={"optimizer": optimizer, **settings})[0]
-    losses = []
-    for step in range(STEPS):
-        loss = engine(*give(step))
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
+    engine = start_engine(model, settings, optimizer=optimizer)
+    losses = [train_step(engine, engine(*give(step))) for step in range(STEPS)]
     shapes = {name: tuple(parameter.shape) for name, parameter in engine.module.named_parameters()}
-    with zeromesh.zero.GatheredParameters(list(engine.module.parameters())):
-        state = {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
+    state = whole_state(engine.module)
     with torch.no_grad():
         return [*losses, float(engine.eval()(*give(STEPS)))], state, shapes
 
@@ -36,16 +31,9 @@ def require_same_training(build: Callable[[], nn.Module], give: Give, settings: 
     found, state, shapes = train_on_engine(build().double(), give, settings, lr)
     model = build().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    losses = []
-    for step in range(STEPS):
-        loss = model(*give(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    losses = [plain_step(optimizer, model(*give(step))) for step in range(STEPS)]
     with torch.no_grad():
         losses.append(float(model.eval()(*give(STEPS))))
     assert found == pytest.approx(losses, rel=1e-9)
-    for name, want in model.state_dict().items():
-        assert torch.allclose(state[name], want, rtol=1e-9, atol=1e-9), name
+    assert_close(state, model.state_dict())
     return shapes

@@ -12,6 +12,7 @@ import torch
 import zeromesh
 from huggingface_models import GROUPED, IMAGE, LAYERS, SPECIAL, Batch, Model, text, tokens
 from huggingface_models import MODELS as OTHERS
+from run import configuration, train_step, whole_state
 
 STEPS = 3
 OPTIMIZER = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}
@@ -90,16 +91,16 @@ class Case:
 
     @property
     def config(self) -> dict[str, Any]:
-        return {
-            "train_batch_size": 4,
-            "gradient_accumulation_steps": self.accumulation,
-            "gradient_clipping": CLIP if self.clip else 0.0,
-            "optimizer": {"type": "AdamW", "params": OPTIMIZER},
-            "zero_optimization": {"stage": self.row},
-            "mesh": {"tensor": self.tensor, "data": self.data, "context": self.context},
-            "context_parallel": {"strategy": self.strategy},
-            "tensor_parallel": {"sequence": self.sequence},
-        }
+        return configuration(
+            batch=4,
+            accumulation=self.accumulation,
+            clipping=CLIP if self.clip else 0.0,
+            optimizer={"type": "AdamW", "params": OPTIMIZER},
+            stage=self.row,
+            mesh={"tensor": self.tensor, "data": self.data, "context": self.context},
+            context_parallel={"strategy": self.strategy},
+            tensor_parallel={"sequence": self.sequence},
+        )
 
 
 @dataclass
@@ -125,6 +126,17 @@ def batches(name: str) -> list[Batch]:
     return [MODELS[name].batch(generator) for _ in range(STEPS)]
 
 
+def token_pair(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens and the labels of a step."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, 24, (4, 8), generator=generator), torch.randint(0, 24, (4, 8), generator=generator)
+
+
+def tensor_bytes(report: dict[str, Any]) -> int:
+    """Return the bytes that a report of traffic has for the tensor axis."""
+    return sum(row["bytes"] for kind, row in report.items() if kind.endswith("/tensor"))
+
+
 def share(batch: Batch, number: int, shares: int, dtype: torch.dtype) -> Batch:
     cut = {name: tensor.chunk(shares)[number] for name, tensor in batch.items()}
     return {name: part.to(dtype) if part.is_floating_point() else part for name, part in cut.items()}
@@ -141,13 +153,11 @@ def train(case: Case) -> Run:
             number = step * case.data + engine.data_rank
             part = share(batch, number, case.data * case.accumulation, row.dtype)
             loss = engine(**part, **row.arguments).loss
-            engine.backward(loss)
-            engine.step()
+            train_step(engine, loss)
             mean += loss.item() / case.accumulation
         losses.append(mean)
         norms.append(engine.get_global_grad_norm())
-    with zeromesh.zero.GatheredParameters(list(engine.module.parameters())):
-        state = {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
+    state = whole_state(engine.module)
     segments = [segment for flat in engine.sharded.flats for segment in flat.layout.segments]
     parts = {segment.name: (segment.held.whole, tuple(segment.shape)) for segment in segments}
     engine.destroy()

@@ -83,19 +83,19 @@ class Throttle:
         self.sent = self._links.sent
 
     def prefix(self, host: int) -> tuple[str, ...]:
-        """What a command begins with that is to run on a host."""
+        """Return what a command begins with that is to run on a host."""
         return ()
 
     def address(self, host: int) -> str:
-        """The host's address. On Linux each of 127.0.0.0/8 is this machine."""
+        """Return the host's address. On Linux each of 127.0.0.0/8 is this machine."""
         return f"127.0.0.{2 + host}" if sys.platform == "linux" else "127.0.0.1"
 
     def variables(self, host: int) -> dict[str, str]:
-        """What processes of a host need in their environment."""
+        """Return what processes of a host need in their environment."""
         return {"GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0", VARIABLE: self._described}
 
     def port(self) -> int:
-        """A TCP port that nobody listens on."""
+        """Return a TCP port that nobody listens on."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return int(probe.getsockname()[1])

@@ -148,7 +148,7 @@ def experts(m: Any, y: Tensor) -> Tensor:
 
 
 def experts_of_rows(m: Any, y: Tensor) -> Tensor:
-    """The same for rows of tokens, in a loop."""
+    """Return the same for rows of tokens, in a loop."""
     rows = y.view(-1, WIDTH)
     shares, found = m.gate(rows).softmax(-1), torch.zeros_like(rows)
     for number in range(4):

@@ -66,11 +66,6 @@ class NanoMLP(nn.Module):
         return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    one, other = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-other, one), dim=-1) * sin
-
-
 class LitAttention(nn.Module):
     """lit-gpt's: queries, keys and values of a group lie together."""
 

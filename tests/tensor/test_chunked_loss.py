@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 
 import zeromesh
+from compare import assert_close
 from harness import on_ranks, run_ranks
 from heap import Heap
 from huggingface_models import GPT2, GROUPED, SPECIAL
+from run import plain_step, sgd, start_engine, train_step
 from zeromesh.parallel.head.linear_cross_entropy import CHUNK_BYTES
 
 STEPS = 3
@@ -39,21 +41,11 @@ def loss_of(model: Any, ids: torch.Tensor, own: str) -> torch.Tensor:
 
 
 def trained(name: str, settings: dict[str, Any], own: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    engine, *_ = zeromesh.initialize(
-        model=build(name).double(),
-        config={
-            "train_batch_size": 4,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
-            "chunked_loss": True,
-            **settings,
-        },
-    )
+    engine = start_engine(build(name).double(), settings, batch=4, optimizer=sgd(0.1, momentum=0.9), chunked_loss=True)
     losses = []
     for step in range(STEPS):
         mine = batch(step).chunk(engine.data_size)[engine.data_rank]
-        loss = loss_of(engine, mine, own)
-        engine.backward(loss)
-        engine.step()
+        train_step(engine, loss_of(engine, mine, own))
         losses.append(engine.get_mean_loss())
     with zeromesh.zero.GatheredParameters(list(engine.module.parameters())):
         return losses, {key: value.detach().clone() for key, value in engine.module.state_dict().items()}
@@ -74,31 +66,25 @@ def trained(name: str, settings: dict[str, Any], own: str) -> tuple[list[float],
 def test_losses_in_chunks_train_as_plain_torch(name: str, settings: dict[str, Any], own: str) -> None:
     model = build(name).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for step in range(STEPS):
-        loss = loss_of(model, batch(step), own)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    losses = [plain_step(optimizer, loss_of(model, batch(step), own)) for step in range(STEPS)]
     for found, state in run_ranks(trained, 4 if len(settings) > 1 else 2, name, settings, own):
         assert found == pytest.approx(losses, rel=1e-6)  # transformers takes them in fp32
-        for key, want in model.state_dict().items():
-            assert torch.allclose(state[key], want, rtol=1e-9, atol=1e-9), key
+        assert_close(state, model.state_dict())
 
 
 def peak(chunked: bool) -> int:  # bytes that were live at most in a step, above what rested
     heap = Heap(smallest=1 << 20)
-    engine, *_ = zeromesh.initialize(
-        model=build("llama", vocab_size=32000, max_position_embeddings=2048, num_hidden_layers=1),
-        config={"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "chunked_loss": chunked},
+    engine = start_engine(
+        build("llama", vocab_size=32000, max_position_embeddings=2048, num_hidden_layers=1),
+        batch=1,
+        optimizer=sgd(0.1),
+        chunked_loss=chunked,
     )
     ids = torch.randint(3, 32000, (1, 2048))
     for _ in range(2):
         before = heap.live()
         with heap.watch() as found:
-            engine.backward(engine(input_ids=ids, labels=ids).loss)
-            engine.step()
+            train_step(engine, engine(input_ids=ids, labels=ids).loss)
     return found.bytes - before
 
 

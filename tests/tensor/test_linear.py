@@ -10,10 +10,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from harness import on_ranks, run_ranks
+from zeromesh import Mesh
 from zeromesh.base import linear_arithmetic as linear
 from zeromesh.base.linear_arithmetic import Columns, multiply
 from zeromesh.comm.collectives import Group
-from zeromesh.comm.mesh import Mesh
 from zeromesh.parallel.tensor.split_linear import enter, leave
 
 SEQUENCE, WIDTH, INNER = 4, 6, 8
@@ -133,7 +133,7 @@ def test_a_pass_leaves_nothing_behind() -> None:
 
 
 def reuse() -> list[torch.Tensor]:
-    """A layer that is called twice in a pass, one that is never called, and a pass without gradients."""
+    """Call one layer twice in a pass, another never, and both without gradients; return gradients."""
     mlp = Split(False, None)
     w, x = mlp.weights, inputs()
     columns = [Columns(w[name], w[f"{name} bias"]) for name in ("gate", "up")]

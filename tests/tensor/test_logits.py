@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 from harness import run_ranks
 from huggingface_models import GROUPED, MODELS, SPECIAL, USUAL, Model, masked, text
+from zeromesh import Mesh
 from zeromesh.base.linear_arithmetic import Kept, keeping
 from zeromesh.base.split import Split
 from zeromesh.comm.collectives import Group
-from zeromesh.comm.mesh import Mesh
 from zeromesh.parallel.head.linear_cross_entropy import CHUNK_BYTES, Vocabulary
 from zeromesh.parallel.head.logits import Logits
 from zeromesh.parallel.pipeline.runtime.weight_gradients import roots_of

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness import run_ranks
+from zeromesh import Mesh
 from zeromesh.base.linear_arithmetic import Kept, keeping
-from zeromesh.comm.mesh import Mesh
 from zeromesh.parallel.head import linear_cross_entropy as loss_module
 from zeromesh.parallel.head.linear_cross_entropy import CHUNK_BYTES, Vocabulary, chunk_bytes, linear_cross_entropy
 from zeromesh.parallel.pipeline.runtime.weight_gradients import roots_of

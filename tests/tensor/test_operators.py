@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from harness import run_ranks
-from zeromesh.comm.mesh import Mesh
+from zeromesh import Mesh
 from zeromesh.parallel.tensor.operators import CONJUGATES, move
 
 SHAPE = (4, 6, 8)

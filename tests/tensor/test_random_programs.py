@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 import zeromesh
+from compare import assert_close
 from harness import run_ranks
 from random_programs import Program
-from test_tensor_rules import assert_close, batch, config, whole
+from run import whole_state
+from test_tensor_rules import batch, config
 
 SGD = {"type": "SGD", "params": {"lr": 0.05}}
 PROGRAMS, EACH = 400, 50
@@ -25,7 +27,7 @@ def trained(tensor: int, stage: int, seeds: range) -> dict[int, Any]:
             engine.backward(loss := engine(batch(number), batch(number)))
             engine.step()
             losses.append(loss.item())
-        found[seed] = losses, whole(engine)
+        found[seed] = losses, whole_state(engine.module)
         engine.destroy()
     return found
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from simulated_ranks import Hub, in_threads
+from token_programs import Twice
 from zeromesh.base.containers import map_tensors, tensors_of
 from zeromesh.parallel.follow import split_views as split_views  # which registers rules
 from zeromesh.parallel.follow.split_activation import NeedsWhole, SplitActivation, SplitDim, TensorAxis, part_of, whole
@@ -328,16 +329,6 @@ def part(group: ThreadGroup) -> Tensor:
     return as_split(axis.take(X, split_dim).clone().requires_grad_() * 1, split_dim, axis)
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return 2 * gradient
-
-
 class Shifted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shift: Tensor) -> Tensor:
@@ -351,14 +342,14 @@ class Shifted(torch.autograd.Function):
 def test_errors_name_the_layer_and_the_style() -> None:
     def run(group: ThreadGroup) -> list[str]:
         said = []
-        for call in (Doubled.apply, lambda x: torch.add(torch.ones_like(x), 1, out=x.detach())):
+        for call in (Twice.apply, lambda x: torch.add(torch.ones_like(x), 1, out=x.detach())):
             with pytest.raises(ValueError, match=r"give blocks\.0\.up the style colwise_gather_output") as error:
                 call(part(group))
             said.append(str(error.value))
         return said
 
     for said in on_ranks(run):
-        assert said[0].startswith("Doubled.apply was given an activation of which each rank has a part")
+        assert said[0].startswith("Twice.apply was given an activation of which each rank has a part")
         assert said[1].startswith("add writes to SplitActivation(shape=(3, 4, 8), dtype=torch.float64, dim 2 is split)")
 
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness import RankFailure, run_ranks
 from same_training import require_same_training
+from tensor_models import token_pair
 
 LIMIT = 120
 WIDTH = 16
@@ -100,11 +101,6 @@ AGAIN = {**TENSOR, "activation_checkpointing": {"enabled": True}}
 SEQUENCE = {**TENSOR, "tensor_parallel": {"sequence": True}}
 
 
-def give(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randint(0, 24, (4, 8), generator=generator), torch.randint(0, 24, (4, 8), generator=generator)
-
-
 def same_as_plain(names: list[str], settings: dict[str, Any]) -> bool:
     for name in names:
 
@@ -112,7 +108,7 @@ def same_as_plain(names: list[str], settings: dict[str, Any]) -> bool:
             torch.manual_seed(0)
             return Net(CODES[name])
 
-        shapes = require_same_training(build, give, settings)
+        shapes = require_same_training(build, token_pair, settings)
         assert shapes["blocks.0.fc2.weight"] in ((WIDTH, WIDTH), (WIDTH // 2, 2 * WIDTH)), name
     return True
 

@@ -14,8 +14,9 @@ from torch.nn.utils import parametrizations
 
 import zeromesh
 from changed_layers import LAYERS
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from same_training import require_same_training
+from tensor_models import token_pair
 from test_tensor_rules import llama
 from zeromesh.base.tiled import tile_linears
 from zeromesh.parallel.pipeline.runtime.weight_gradients import postpone
@@ -62,11 +63,6 @@ class Net(nn.Module):
         x = x + self.pair(x)
         logits = self.head(x) if self.logits is None else self.logits(self, x)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def give(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randint(0, 24, (4, 8), generator=generator), torch.randint(0, 24, (4, 8), generator=generator)
 
 
 def refused(call: Callable[[], Any]) -> bool:
@@ -181,7 +177,7 @@ def same_as_plain(settings: dict[str, Any], each: bool) -> Any:
                 torch.manual_seed(0)
                 return Net(**{role: make})
 
-            shapes = require_same_training(build, give, {"train_batch_size": 4, **settings})
+            shapes = require_same_training(build, token_pair, {"train_batch_size": 4, **settings})
             assert role == "up" or shapes["blocks.0.fc1.weight"] == (WIDTH, WIDTH), (name, role)
     return True
 
@@ -206,7 +202,7 @@ def nets_as_plain(names: list[str]) -> Any:
             torch.manual_seed(0)
             return NETS[name]()
 
-        require_same_training(build, give, {"train_batch_size": 4, "mesh": {"tensor": 2}})
+        require_same_training(build, token_pair, {"train_batch_size": 4, "mesh": {"tensor": 2}})
     return True
 
 
@@ -298,7 +294,8 @@ def test_every_place_that_looks_at_classes_of_layers_is_known() -> None:
     assert found - LOOKS.keys() == set()  # a new place asks ``base/substitution.py``, and gets a row in PLACES
 
 
-def hooked_later() -> list[str]:
+@on_ranks(2, timeout=LIMIT)
+def test_hooks_that_are_registered_later_are_refused_where_they_would_get_parts() -> None:
     said = []
     for name, register in (("0", "register_forward_hook"), ("1", "register_forward_pre_hook")):
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
@@ -315,9 +312,4 @@ def hooked_later() -> list[str]:
         engine(torch.ones(4, WIDTH))
         engine.destroy()
         said.append(str(error.value))
-    return said
-
-
-def test_hooks_that_are_registered_later_are_refused_where_they_would_get_parts() -> None:
-    for said in run_ranks(hooked_later, 2, timeout=LIMIT):
-        assert all("register the hooks on the module around" in message for message in said)
+    assert all("register the hooks on the module around" in message for message in said)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import to_dlpack
 
-import zeromesh
 from harness import run_ranks
 from matrices import few
+from run import sgd, start_engine, train_step
 from test_split_activation import X, on_ranks, part
 from zeromesh.parallel.follow.activation_parts import guard_functions
 from zeromesh.parallel.follow.split_activation import NeedsWhole, Sealed, whole
@@ -27,16 +27,6 @@ from zeromesh.parallel.tensor.tensor_plan import PlanRule
 
 WIDTH = 16
 Code = Callable[[Tensor], Any]
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return 2 * gradient
 
 
 @torch.jit.script
@@ -184,21 +174,15 @@ def losses(tensor: int, names: list[str], mode: str) -> list[list[Any]]:
     everything = []
     for name in names:
         torch.manual_seed(0)
-        config = {
-            "train_batch_size": 4,
-            "mesh": {"tensor": tensor},
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        }
         model = Model({**REFUSED, **WHOLE}[name], mode).double()
-        engine = zeromesh.initialize(model=model, config=config)[0]
+        engine = start_engine(model, batch=4, mesh={"tensor": tensor}, optimizer=sgd(0.1))
         values: list[Any] = []
         try:
             for step in range(4):
                 x = torch.randn(4, 4, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
                 engine.train()
                 loss = engine(x)
-                engine.backward(loss)
-                engine.step()
+                train_step(engine, loss)
                 with torch.no_grad():
                     values += [float(loss.detach()), float(engine.eval()(x))]
         except NeedsWhole as error:

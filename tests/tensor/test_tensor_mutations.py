@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 import zeromesh
+from compare import assert_close
 from harness import on_ranks, run_ranks
 from huggingface_models import MODELS
-from test_tensor_rules import LIMIT, STEPS, assert_close, batch, config, gpt2, llama, trained, whole
-from zeromesh.comm.mesh import Mesh
+from run import plain_step, train_step, whole_state
+from test_tensor_rules import LIMIT, STEPS, batch, config, gpt2, llama, trained
+from zeromesh import Mesh, no_decay_groups
 from zeromesh.parallel.head.linear_cross_entropy import Vocabulary, linear_cross_entropy
-from zeromesh.shard.optim.groups import no_decay_groups
 
 # 6: the maximum is that of all ranks.
 
@@ -65,7 +66,7 @@ def accumulated(mesh: dict[str, int], row: int, look: bool, **options: Any) -> A
                     seen.append(zeromesh.zero.safe_get_full_grad(weight))
             engine.step()
         norms.append(engine.get_global_grad_norm())
-    return norms, seen, whole(engine)
+    return norms, seen, whole_state(engine.module)
 
 
 @pytest.mark.some(1)
@@ -93,8 +94,7 @@ def scaled(tensor: int, power: int | None) -> Any:
     settings["optimizer"] = {"type": "SGD", "params": {"lr": 1.0}}
     engine = zeromesh.initialize(model=llama(torch.float32, num_hidden_layers=1), config=settings)[0]
     before = zeromesh.zero.safe_get_full_fp32_param(engine.module.model.layers[0].mlp.up_proj.weight)
-    engine.backward(engine(input_ids=batch(0), labels=batch(0)).loss)
-    engine.step()
+    train_step(engine, engine(input_ids=batch(0), labels=batch(0)).loss)
     after = zeromesh.zero.safe_get_full_fp32_param(engine.module.model.layers[0].mlp.up_proj.weight)
     return engine.get_global_grad_norm(), float((after - before).norm())
 
@@ -285,9 +285,7 @@ def test_each_group_has_its_own_decay() -> None:
     model = llama(num_hidden_layers=1)
     optimizer = torch.optim.AdamW(no_decay_groups(model, 5.0), lr=1e-2, eps=1e-4)
     for number in range(STEPS):
-        model(input_ids=batch(number), labels=batch(number)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        plain_step(optimizer, model(input_ids=batch(number), labels=batch(number)).loss)
     assert_close(state, model.state_dict(), 1e-6)
 
 

@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 import zeromesh
+from compare import assert_close
 from harness import run_ranks
-from test_tensor_rules import LIMIT, STEPS, assert_close, batch, config, whole
+from run import whole_state
+from test_tensor_rules import LIMIT, STEPS, batch, config
 
 
 class Mixer(nn.Module):
@@ -64,7 +66,7 @@ def trained_on_ids(model: nn.Module, settings: dict[str, Any]) -> Any:
     with torch.no_grad():
         losses.append(engine(batch(9, 97), batch(9, 97)).item())
     parts = {name: tuple(parameter.shape) for name, parameter in engine.module.named_parameters()}
-    return losses, whole(engine), parts
+    return losses, whole_state(engine.module), parts
 
 
 def own(tensor: int, row: int) -> Any:

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 import zeromesh
+from compare import assert_close
 from harness import on_ranks, run_ranks
 from huggingface_models import GPT2, GROUPED, SPECIAL, USUAL
-from zeromesh.config.settings import Settings
+from run import configuration, train_on_tokens, train_step, whole_state
+from zeromesh import Settings, no_decay_groups
 from zeromesh.engine.initialize import model_layout as layout
 from zeromesh.parallel.follow.token_check import TokenCheck
-from zeromesh.shard.optim.groups import no_decay_groups
 from zeromesh.shard.parameters import deferred
 
 LIMIT = 120
@@ -47,39 +48,13 @@ def batch(step: int, vocabulary: int = 96) -> torch.Tensor:
 
 
 def config(tensor: int, row: int = 0, **further: Any) -> dict[str, Any]:
-    return {
-        "train_batch_size": 4,
-        "optimizer": ADAMW,
-        "zero_optimization": {"stage": row},
-        "mesh": {"tensor": tensor},
-        **further,
-    }
-
-
-def step(engine: Any, ids: torch.Tensor) -> float:
-    mine = ids.chunk(engine.data_size)[engine.data_rank]
-    loss = engine(input_ids=mine, labels=mine).loss
-    engine.backward(loss)
-    engine.step()
-    return float(loss)
-
-
-def whole(engine: Any) -> dict[str, torch.Tensor]:
-    with zeromesh.zero.GatheredParameters(list(engine.module.parameters())):
-        return {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
-
-
-def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-9) -> None:
-    assert found.keys() == expected.keys()
-    for name, want in expected.items():
-        assert found[name].shape == want.shape, name
-        assert ((found[name] - want).abs() <= tolerance * (1 + want.abs())).all(), name
+    return configuration(batch=4, optimizer=ADAMW, stage=row, mesh={"tensor": tensor}) | further
 
 
 def trained(model: Any, settings: dict[str, Any], vocabulary: int = 96, **arguments: Any) -> tuple[list[float], Any]:
     engine = zeromesh.initialize(model=model, config=settings, **arguments)[0]
-    losses = [step(engine, batch(number, vocabulary)) for number in range(STEPS)]
-    state = whole(engine)
+    losses = [train_on_tokens(engine, batch(number, vocabulary)) for number in range(STEPS)]
+    state = whole_state(engine.module)
     engine.destroy()
     return losses, state
 
@@ -142,13 +117,13 @@ def test_groups_and_optimizers_of_whole_parameters_see_the_same(optimizer, ranks
 def test_an_overflow_of_one_ranks_part_skips_the_update_on_all() -> None:
     settings = config(2, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
     engine = zeromesh.initialize(model=llama(torch.float32), config=settings)[0]
-    before = whole(engine)
+    before = whole_state(engine.module)
     parameter = engine.module.model.layers[0].mlp.down_proj.weight
     infinite = torch.zeros_like(parameter).index_fill_(0, torch.tensor(0), float("inf"))
     if engine.mesh.rank == 1:
         parameter.register_hook(lambda gradient: gradient + infinite)
-    step(engine, batch(0))
-    same = all(torch.equal(value, before[name]) for name, value in whole(engine).items())
+    train_on_tokens(engine, batch(0))
+    same = all(torch.equal(value, before[name]) for name, value in whole_state(engine.module).items())
     assert (engine.skipped_steps, engine.loss_scale, same) == (1, 8.0, True)
 
 
@@ -216,10 +191,10 @@ def test_ranks_that_share_a_batch_and_are_given_other_samples_are_told(update: i
     """The message where the ranks' inputs differ, of the whole numbers of which nothing else tells."""
     engine = zeromesh.initialize(model=llama(), config=config(2))[0]
     for _ in range(update):
-        step(engine, batch(0))
+        train_on_tokens(engine, batch(0))
     ids = batch(engine.mesh.rank)
     with pytest.raises(ValueError, match="share one batch") as caught:
-        step(engine, ids[:, : ids.shape[1] - length * engine.mesh.rank])
+        train_on_tokens(engine, ids[:, : ids.shape[1] - length * engine.mesh.rank])
     message = str(caught.value)
     assert "ranks 0 and 1 share one batch, but their models were given different inputs" in message
     assert "rank=engine.data_rank" in message
@@ -261,9 +236,7 @@ def differ_when_parametrized() -> float:
     x = torch.randn(4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     one, engine = parametrized(), zeromesh.initialize(model=parametrized(), config=config(2))[0]
     assert engine.module[2].weight.shape == (8, 32)
-    loss = engine(x).square().mean()
-    engine.backward(loss)
-    engine.step()
+    train_step(engine, engine(x).square().mean())
     optimizer = torch.optim.AdamW(one.parameters(), **ADAMW["params"])
     one(x).square().mean().backward()
     optimizer.step()
@@ -295,7 +268,7 @@ def initial(tensor: int, row: int) -> dict[str, torch.Tensor]:
     with patch.object(deferred, "LARGE", 64), zeromesh.zero.Init():
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options))
     engine = zeromesh.initialize(model=model, config=config(tensor, row))[0]
-    return whole(engine)
+    return whole_state(engine.module)
 
 
 def test_initial_weights_do_not_depend_on_how_the_model_is_split() -> None:
@@ -337,7 +310,7 @@ def test_16_bits_train_as_on_one_rank_up_to_their_rounding(precision: str) -> No
 def begin(tensor: int, row: int, folder: str) -> None:
     engine = zeromesh.initialize(model=llama(vocab_size=97), config=config(tensor, row))[0]
     for number in range(2):
-        step(engine, batch(number))
+        train_on_tokens(engine, batch(number))
     engine.save_checkpoint(folder)
     engine.destroy()
 
@@ -345,14 +318,14 @@ def begin(tensor: int, row: int, folder: str) -> None:
 def resume(tensor: int, row: int, folder: str) -> Any:
     engine = zeromesh.initialize(model=llama(vocab_size=97, initializer_range=0.5), config=config(tensor, row))[0]
     engine.load_checkpoint(folder)
-    losses = [step(engine, batch(number)) for number in range(2, 4)]
-    return losses, whole(engine)
+    losses = [train_on_tokens(engine, batch(number)) for number in range(2, 4)]
+    return losses, whole_state(engine.module)
 
 
 def uninterrupted() -> Any:
     engine = zeromesh.initialize(model=llama(vocab_size=97), config=config(1))[0]
-    losses = [step(engine, batch(number)) for number in range(4)]
-    return losses[2:], whole(engine)
+    losses = [train_on_tokens(engine, batch(number)) for number in range(4)]
+    return losses[2:], whole_state(engine.module)
 
 
 @pytest.mark.some(1)
@@ -381,7 +354,7 @@ def test_a_checkpoint_goes_on_under_another_tensor_size(before: Any, after: Any,
 
 def export(folder: str) -> None:
     engine = zeromesh.initialize(model=llama(torch.float32, vocab_size=97), config=config(2, 3))[0]
-    step(engine, batch(0))
+    train_on_tokens(engine, batch(0))
     engine.save_16bit_model(folder)
     expected = engine.gathered_state_dict()
     if engine.mesh.rank == 0:
@@ -395,7 +368,8 @@ def load(folder: str, tensor: int, row: int) -> dict[str, torch.Tensor]:
     with patch.object(deferred, "LARGE", 64):
         model = zeromesh.from_pretrained(folder)
     assert all(parameter.is_meta for parameter in model.parameters() if parameter.ndim > 1)
-    return whole(zeromesh.initialize(model=model, config=config(tensor, row))[0])
+    engine = zeromesh.initialize(model=model, config=config(tensor, row))[0]
+    return whole_state(engine.module)
 
 
 def test_a_split_model_is_written_for_transformers_and_read_into_its_parts(tmp_path: Path) -> None:
@@ -419,7 +393,7 @@ def change() -> Any:
                 weight.copy_(other)
     first = torch.equal(zeromesh.zero.safe_get_full_fp32_param(weight), other)
     zeromesh.zero.safe_set_full_fp32_param(weight, -other)
-    second = torch.equal(whole(engine)["model.layers.0.mlp.down_proj.weight"], -other)
+    second = torch.equal(whole_state(engine.module)["model.layers.0.mlp.down_proj.weight"], -other)
     ids = batch(0).chunk(engine.data_size)[engine.data_rank]
     engine.backward(engine(input_ids=ids, labels=ids).loss)
     gradient = zeromesh.zero.safe_get_full_grad(weight)
@@ -461,7 +435,7 @@ def compiled(tensor: int, sequence: bool) -> Any:
     settings = config(tensor, 1, tensor_parallel={"sequence": sequence})
     engine = zeromesh.initialize(model=model, config=settings)[0]
     engine.compile(backend="eager")
-    losses = [step(engine, batch(number)) for number in range(STEPS)]
+    losses = [train_on_tokens(engine, batch(number)) for number in range(STEPS)]
     return losses
 
 
@@ -477,8 +451,7 @@ def test_blocks_may_be_compiled(sequence: bool) -> None:
 def test_logits_that_are_asked_for_after_the_update_are_refused() -> None:
     engine = zeromesh.initialize(model=llama(torch.float32), config=config(2))[0]
     output = engine(input_ids=batch(0), labels=batch(0))
-    engine.backward(output.loss)
-    engine.step()
+    train_step(engine, output.loss)
     with pytest.raises(RuntimeError) as caught:
         output.logits.argmax(-1)
     message = str(caught.value)
@@ -522,7 +495,7 @@ def test_sizes_that_cannot_be_split_are_refused_with_the_arithmetic(ranks, plan,
 def replicated(plan: dict[str, Any]) -> Any:
     engine = zeromesh.initialize(model=llama(), config=config(2, tensor_parallel={"plan": plan}))[0]
     shapes = {name: tuple(parameter.shape) for name, parameter in engine.module.named_parameters()}
-    return shapes, [step(engine, batch(number)) for number in range(STEPS)]
+    return shapes, [train_on_tokens(engine, batch(number)) for number in range(STEPS)]
 
 
 def test_a_users_plan_comes_before_what_is_found() -> None:
@@ -583,7 +556,7 @@ def test_a_copy_of_a_split_model_is_split_and_its_own() -> None:
     engine = zeromesh.initialize(model=llama(), config=config(2))[0]
     other = copy.deepcopy(engine.module)
     losses = [float(one(input_ids=batch(0), labels=batch(0)).loss.detach()) for one in (engine, other)]
-    step(engine, batch(0))
+    train_on_tokens(engine, batch(0))
     losses += [float(one(input_ids=batch(0), labels=batch(0)).loss.detach()) for one in (engine, other)]
     (first, same, later, still), shapes = losses, [tuple(one.lm_head.weight.shape) for one in (engine.module, other)]
     assert first == same == still != later

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeromesh
 from harness import on_ranks, run_ranks
+from run import train_step
 from same_training import require_same_training, train_on_engine
 from token_programs import APART, MIXES, NOISE, OTHER_ATTENTION, Code, Inside
 from zeromesh.parallel.follow.spread import Followed, _entered, check_of, check_tokens
@@ -302,10 +303,7 @@ def bert_losses(tensor: int) -> list[float]:
     losses = []
     for step in range(2):
         ids = torch.randint(3, 64, (2, 8), generator=torch.Generator().manual_seed(step))
-        loss = engine(input_ids=ids, labels=ids).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
+        losses.append(train_step(engine, engine(input_ids=ids, labels=ids).loss))
     return losses
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import zeromesh
 from harness import on_ranks
+from run import adamw, start_engine
 from unknown_modules import THIRDS, Decoder, NanoMLP
 from zeromesh.parallel.follow import traced_plan as trace
 from zeromesh.parallel.follow.imitation import left_as_they_are
@@ -211,8 +211,7 @@ def test_activations_that_a_model_takes_out_of_its_blocks_are_whole() -> None:
     tokens = torch.arange(8).view(1, 8)
     with torch.no_grad():
         expected = olmo2(attn_implementation="eager")(tokens, output_attentions=True).attentions
-    config = {"mesh": {"tensor": 2}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-    engine = zeromesh.initialize(model=olmo2(attn_implementation="eager"), config=config)[0]
+    engine = start_engine(olmo2(attn_implementation="eager"), mesh={"tensor": 2}, optimizer=adamw(1e-3))
     found = engine(tokens, output_attentions=True).attentions
     assert {type(one) for one in found} == {Tensor}  # so that one rank alone may read them
     for one, want in zip(found, expected, strict=True):

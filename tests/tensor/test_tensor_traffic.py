@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import zeromesh
 from harness import run_ranks
 from huggingface_models import GROUPED, SPECIAL
+from run import adamw, start_engine, train_step
+from tensor_models import tensor_bytes
 from wire import sent_by_this_process
 
 SAMPLES, LENGTH, WIDTH, LAYERS = 4, 64, 128, 3
@@ -29,22 +30,13 @@ def llama() -> Any:
 
 
 def measured(settings: dict[str, Any], micro_batches: int = 1) -> tuple[dict[str, Any], int]:
-    engine, *_ = zeromesh.initialize(
-        model=llama(),
-        config={
-            "train_micro_batch_size_per_gpu": SAMPLES,
-            "gradient_accumulation_steps": micro_batches,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-            **settings,
-        },
-    )
+    engine = start_engine(llama(), settings, micro=SAMPLES, accumulation=micro_batches, optimizer=adamw(1e-3))
 
     def update(step: int) -> None:
         for micro in range(micro_batches):
             generator = torch.Generator().manual_seed(step * micro_batches + micro)
             ids = torch.randint(3, 96, (SAMPLES, LENGTH), generator=generator)
-            engine.backward(engine(input_ids=ids, labels=ids).loss)
-            engine.step()
+            train_step(engine, engine(input_ids=ids, labels=ids).loss)
 
     update(0)
     dist.barrier()
@@ -52,10 +44,6 @@ def measured(settings: dict[str, Any], micro_batches: int = 1) -> tuple[dict[str
     before = sent_by_this_process()
     update(1)
     return engine.traffic_report(), sent_by_this_process() - before
-
-
-def of_tensor(report: dict[str, Any]) -> int:
-    return sum(row["bytes"] for kind, row in report.items() if kind.endswith("/tensor"))
 
 
 def all_reduce(size: int, ranks: int) -> int:
@@ -69,7 +57,7 @@ def test_there_are_four_all_reduces_for_each_layer_and_micro_batch(tensor: int, 
     # One for the embedding, one for the gradient of what the head reads; and the numbers for each token's loss.
     once = (4 * LAYERS + 2) * all_reduce(ACTIVATION, tensor) + (tensor - 1) * STATISTICS
     for report, _ in run_ranks(measured, tensor, {"mesh": {"tensor": tensor}}, micro_batches, timeout=LIMIT):
-        assert of_tensor(report) == pytest.approx(once * micro_batches, rel=1e-4), report
+        assert tensor_bytes(report) == pytest.approx(once * micro_batches, rel=1e-4), report
 
 
 @pytest.mark.parametrize("tensor", [2, pytest.param(4, marks=pytest.mark.full)])
@@ -80,7 +68,7 @@ def test_sequence_parallelism_sends_as_many_bytes(tensor: int) -> None:
     # between have shares of their gradients.
     whole += all_reduce(ACTIVATION, tensor) + all_reduce(2 * LAYERS * WIDTH * 4, tensor)
     for report, _ in run_ranks(measured, tensor, settings, timeout=LIMIT):
-        assert of_tensor(report) == pytest.approx(whole, rel=1e-4), report
+        assert tensor_bytes(report) == pytest.approx(whole, rel=1e-4), report
 
 
 @pytest.mark.some(1)
@@ -98,5 +86,5 @@ def test_the_wire_carries_what_the_report_says(settings: dict[str, Any]) -> None
     found = run_ranks(measured, 4 if "zero_optimization" in settings else settings["mesh"]["tensor"], settings)
     for report, wire in found:
         said = sum(row["bytes"] for row in report.values())
-        assert of_tensor(report) > 10 * ACTIVATION
+        assert tensor_bytes(report) > 10 * ACTIVATION
         assert said <= wire < 1.02 * said + 20_000, (said, wire, report)

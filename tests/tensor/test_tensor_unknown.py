@@ -12,8 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import zeromesh
-from harness import run_ranks
-from test_tensor_rules import LIMIT, STEPS, assert_close, batch, config, whole
+from compare import assert_close
+from harness import on_ranks, run_ranks
+from run import whole_state
+from tensor_models import tensor_bytes
+from test_tensor_rules import LIMIT, STEPS, batch, config
 from unknown_modules import DECODERS, ROWS, Decoder, G, Model
 from zeromesh.parallel.tensor.derive import derive
 from zeromesh.parallel.tensor.tensor_plan import parse
@@ -58,7 +61,7 @@ def trained(tensor: int, stage: int, names: Sequence[str], **options: Any) -> di
             engine.backward(loss := engine(batch(number), batch(number)))
             engine.step()
             losses.append(loss.item())
-        found[name] = losses, whole(engine)
+        found[name] = losses, whole_state(engine.module)
         engine.destroy()
     return found
 
@@ -180,25 +183,17 @@ def test_chains_of_layers_are_split_also_between_stages(mesh: dict[str, int]) ->
         assert_close(state, expected[1], 1e-7)
 
 
-def of_tensor(report: dict[str, Any]) -> int:
-    return sum(row["bytes"] for kind, row in report.items() if kind.endswith("/tensor"))
-
-
-def measured(kind: str, tensor: int) -> dict[str, int]:
+@pytest.mark.parametrize(("kind", "tensor"), [("Llama", 2), pytest.param("nanoGPT", 4, marks=pytest.mark.full)])
+@on_ranks("tensor", timeout=LIMIT)
+def test_it_sends_what_an_experts_plan_sends(kind: str, tensor: int) -> None:
+    reduced = 2 * 4 * 2 * 8 * 32 * 8
+    sent = round(reduced * 2 * (tensor - 1) / tensor)
     paths = [path for path, m in decoder(kind).named_modules() if isinstance(m, nn.Linear) and path.startswith("h.")]
     plans = {"derived": {}, "whole": dict.fromkeys(paths, "replicate"), "apart": dict.fromkeys(paths, G)}
     mesh = {"mesh": {"tensor": tensor}}
-    return {
-        name: of_tensor(trained_decoder(kind, mesh | {"tensor_parallel": {"plan": plan}})[2])
+    found = {
+        name: tensor_bytes(trained_decoder(kind, mesh | {"tensor_parallel": {"plan": plan}})[2])
         for name, plan in plans.items()
     }
-
-
-@pytest.mark.parametrize(("kind", "tensor"), [("Llama", 2), pytest.param("nanoGPT", 4, marks=pytest.mark.full)])
-def test_it_sends_what_an_experts_plan_sends(kind: str, tensor: int) -> None:
-    # Four all-reduces of an activation in each of two blocks: of (2 samples, 8 tokens, 32 entries) of 8 bytes.
-    reduced = 2 * 4 * 2 * 8 * 32 * 8
-    sent = round(reduced * 2 * (tensor - 1) / tensor)
-    for found in run_ranks(measured, tensor, kind, tensor, timeout=LIMIT):
-        assert found["derived"] - found["whole"] == STEPS * 2 * sent
-        assert found["derived"] < found["apart"]
+    assert found["derived"] - found["whole"] == STEPS * 2 * sent
+    assert found["derived"] < found["apart"]

@@ -13,6 +13,7 @@ from torch import nn
 
 import zeromesh
 from harness import FOLDERS, on_ranks, run_ranks
+from run import adamw, start_engine
 from test_swap import PRECISIONS, assert_equal, places, require_files_to_be_needed
 from test_tiers import Net, in_stages, start, update
 from zeromesh import zero
@@ -61,16 +62,16 @@ def begin(settings: dict[str, Any], precision: str, deferred: bool = False) -> z
     torch.manual_seed(3)
     with zero.Init(enabled=deferred):
         model = Parts()
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": settings,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "gradient_clipping": 0.5,
-        "bf16": {"enabled": True},
-        "units": ["Part"],
-        **PRECISIONS[precision],
-    }
-    return zeromesh.initialize(model=model, config=config)[0]
+    return start_engine(
+        model,
+        PRECISIONS[precision],
+        micro=1,
+        zero=settings,
+        optimizer=adamw(1e-2),
+        clipping=0.5,
+        bf16=True,
+        units=["Part"],
+    )
 
 
 def life(folder: str, parameters: str, optimizer: str, precision: str) -> list[Any]:
@@ -153,13 +154,7 @@ def test_weights_are_read_from_a_checkpoint_straight_into_the_file(tmp_path: Pat
     with zero.Init():
         model = Net()
     zeromesh.load_pretrained(model, tmp_path)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "zero_optimization": places(tmp_path, "nvme", "nvme"),
-        "optimizer": {"type": "AdamW"},
-    }
-    engine = zeromesh.initialize(model=model, config=config)[0]
+    engine = start_engine(model, micro=1, bf16=True, zero=places(tmp_path, "nvme", "nvme"), optimizer={"type": "AdamW"})
     state = engine.gathered_state_dict()
     assert all(torch.equal(state[name], value) for name, value in weights.items())
     assert engine.sharded.stored.traffic().bytes_written <= engine.sharded.stored.nbytes
@@ -215,13 +210,9 @@ def test_frozen_parameters_are_written_only_if_they_changed(tmp_path: Path) -> N
     torch.manual_seed(3)
     model = Net(4)
     model.blocks.requires_grad_(False)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": places(tmp_path, "nvme", "none", buffers=2),
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "units": ["Block"],
-    }
-    engine = zeromesh.initialize(model=model, config=config)[0]
+    engine = start_engine(
+        model, micro=1, zero=places(tmp_path, "nvme", "none", buffers=2), optimizer=adamw(1e-3), units=["Block"]
+    )
     stored, embed = engine.sharded.stored, 32 * 480 * 4
     block = (stored.nbytes - embed) / 4
 

@@ -12,6 +12,7 @@ import zeromesh
 from harness import on_ranks, run_ranks
 from heap import Heap
 from models import Stack
+from run import adamw, start_engine, train_step
 
 HOST = {"device": "cpu"}
 OFFLOADED: dict[str, dict[str, Any]] = {
@@ -33,23 +34,12 @@ class Net(Stack):
 
 def start(zero: dict[str, Any], depth: int = 3, **more: Any) -> zeromesh.Engine:
     torch.manual_seed(3)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": zero,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "bf16": {"enabled": True},
-        "units": ["Block"],
-        **more,
-    }
-    return zeromesh.initialize(model=Net(depth), config=config)[0]
+    return start_engine(Net(depth), more, micro=1, zero=zero, optimizer=adamw(1e-3), bf16=True, units=["Block"])
 
 
 def update(engine: zeromesh.Engine, number: int = 0) -> float:
     tokens = torch.arange(8).view(1, 8) + 8 * engine.mesh.rank + number
-    loss = engine(tokens % 32)
-    engine.backward(loss)
-    engine.step()
-    return loss.item()
+    return train_step(engine, engine(tokens % 32))
 
 
 def in_parameters(name: str) -> dict[str, dict[str, float]]:
@@ -197,15 +187,15 @@ def in_stages(zero: dict[str, Any], mesh: dict[str, int], clipping: float = 0.1)
     import test_pipeline
 
     torch.manual_seed(3)
-    config = {
-        "train_batch_size": 16,
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_clipping": clipping,
-        "zero_optimization": zero,
-        "mesh": mesh,
-        "optimizer": test_pipeline.ADAMW,
-    }
-    engine = zeromesh.initialize(model=test_pipeline.build("tied"), config=config)[0]
+    engine = start_engine(
+        test_pipeline.build("tied"),
+        batch=16,
+        micro=4,
+        clipping=clipping,
+        zero=zero,
+        mesh=mesh,
+        optimizer=test_pipeline.ADAMW,
+    )
     accumulation = engine.gradient_accumulation_steps()
     given = [test_pipeline.batches("tied", step, accumulation, engine.data_rank, engine.data_size) for step in range(3)]
     return [value for batch in given for value in (engine.train_batch(batch).item(), engine.get_global_grad_norm())]

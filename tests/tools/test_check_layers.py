@@ -1,25 +1,13 @@
-import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+import check_layers as tool
 from harness import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "check_layers.py"
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_layers", TOOL)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def tree(root: Path, **files: str) -> Path:
@@ -34,7 +22,7 @@ def tree(root: Path, **files: str) -> Path:
 
 
 @pytest.mark.full  # `make check` runs the tool
-def test_the_package_keeps_its_layers(tool: ModuleType) -> None:
+def test_the_package_keeps_its_layers() -> None:
     assert tool.check(ROOT) == []
 
 
@@ -81,42 +69,42 @@ MODULES = {
         ("base__row", "import torch.distributed.tensor", ":1 imports torch.distributed.tensor: base must not import"),
     ],
 )
-def test_a_broken_rule_is_reported_with_its_place(tool, tmp_path, importing, text, reported) -> None:
+def test_a_broken_rule_is_reported_with_its_place(tmp_path, importing, text, reported) -> None:
     others = dict.fromkeys(("comm__mesh", "engine__pipelined", "apps__cli__main", "apps__plan__speed", "novel__x"), "")
     problems = tool.check(tree(tmp_path, **(others | {importing: text})))
     assert len(problems) == 1, problems
     assert problems[0].startswith(f"zeromesh/{importing.replace('__', '/')}.py{reported}")
 
 
-def broken(tool: ModuleType, folder: Path, importing: str, imported: str) -> list[str]:
+def broken(folder: Path, importing: str, imported: str) -> list[str]:
     """Check a house of two files, of which one imports the other."""
     names = MODULES[importing], MODULES[imported]
     target = names[1].replace("__", ".")
     return tool.check(tree(folder, **{names[1]: "", names[0]: f"import zeromesh.{target}"}))
 
 
-def test_every_never_is_seen(tool: ModuleType, tmp_path: Path) -> None:
+def test_every_never_is_seen(tmp_path: Path) -> None:
     wanted = {"base": set(MODULES) - {"base"}, "comm": {"shard", "parallel", "config"}, "shard": {"parallel", "config"}}
     wanted |= {"parallel": {"shard", "config"}, "checkpoint": {"parallel", "engine"}, "engine": {"apps"}}
     below = set(MODULES) - {"doors", "apps"}
     nevers = [(room, other) for room in below for other in wanted.get(room, set()) | {"doors"}]
     assert {(room, other) for room, others in tool.NEVERS.items() for other in others} == set(nevers)
     for importing, imported in nevers:
-        (problem,) = broken(tool, tmp_path / f"{importing}-{imported}", importing, imported)
+        (problem,) = broken(tmp_path / f"{importing}-{imported}", importing, imported)
         assert problem.endswith(f": {importing} never imports {imported}")
 
 
-def test_arrows_between_rooms_point_down(tool: ModuleType, tmp_path: Path) -> None:
+def test_arrows_between_rooms_point_down(tmp_path: Path) -> None:
     assert set(MODULES) == set(tool.DEPTH)
     for importing in MODULES:
         for imported in MODULES:
-            problems = broken(tool, tmp_path / f"{importing}-{imported}", importing, imported)
+            problems = broken(tmp_path / f"{importing}-{imported}", importing, imported)
             visits = (importing, imported) == ("apps", "doors")
             down = tool.DEPTH[importing] < tool.DEPTH[imported] and imported not in tool.NEVERS.get(importing, ())
             assert (not problems) == (down or visits or importing == imported), (importing, imported, problems)
 
 
-def test_a_circle_of_files_is_reported(tool: ModuleType, tmp_path: Path) -> None:
+def test_a_circle_of_files_is_reported(tmp_path: Path) -> None:
     root = tree(
         tmp_path, shard__a="from zeromesh.shard import b", shard__b="from . import c", shard__c="from .a import x"
     )
@@ -125,7 +113,7 @@ def test_a_circle_of_files_is_reported(tool: ModuleType, tmp_path: Path) -> None
     assert all(f"zeromesh.shard.{name}" in problem for name in "abc")
 
 
-def test_imports_within_a_room_and_downwards_are_allowed(tool, tmp_path) -> None:
+def test_imports_within_a_room_and_downwards_are_allowed(tmp_path) -> None:
     root = tree(
         tmp_path,
         base__row="import torch",
@@ -139,14 +127,14 @@ def test_imports_within_a_room_and_downwards_are_allowed(tool, tmp_path) -> None
     assert tool.check(root) == []
 
 
-def test_the_drawing_has_arrows_that_others_do_not_imply(tool: ModuleType, tmp_path: Path) -> None:
+def test_the_drawing_has_arrows_that_others_do_not_imply(tmp_path: Path) -> None:
     text = "import zeromesh.comm.mesh\nimport zeromesh.base.row"
     root = tree(tmp_path, engine__x="import zeromesh.shard.a\n" + text, shard__a=text, comm__mesh=text, base__row="")
     arrows = [line.strip() for line in tool.drawing(root).splitlines() if "--" in line]
     assert arrows == ["engine --> shard", "shard --> comm", "comm --> base"]
 
 
-def test_the_application_imports_public_names_and_listed_modules_only(tool: ModuleType, tmp_path: Path) -> None:
+def test_the_application_imports_public_names_and_listed_modules_only(tmp_path: Path) -> None:
     text = "from zeromesh import Engine\nimport zeromesh.comm.rank\nimport zeromesh.engine.engine"
     broken, *gone = tool.check(tree(tmp_path, apps__train__loop=text, comm__rank="", engine__engine=""))
     rule = "apps.train imports public names only"
@@ -164,7 +152,7 @@ def test_the_command_fails_when_a_rule_is_broken(tmp_path: Path) -> None:
     assert "zeromesh/base/row.py:1 imports zeromesh.engine: base never imports engine" in finished.stdout
 
 
-def test_every_room_has_a_row_in_the_table(tool: ModuleType, tmp_path: Path) -> None:
+def test_every_room_has_a_row_in_the_table(tmp_path: Path) -> None:
     root = tree(tmp_path, comm__mesh="")
     (tmp_path / "docs" / "adr").mkdir(parents=True)
     (tmp_path / tool.TABLE).write_text("".join(f"| `{room}` | a room |\n" for room in tool.DEPTH if room != "shard"))

@@ -38,7 +38,7 @@ CHAT = [
 
 
 def chat_tokenizer(folder: Path, template: str | None) -> Path:
-    """A folder of transformers: every byte is a token, and so are the roles."""
+    """Return a folder of transformers: every byte is a token, and so are the roles."""
     transformers = pytest.importorskip("transformers")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({character: n for n, character in enumerate(alphabet)}, []))
@@ -108,7 +108,7 @@ def test_the_assistants_turns_of_a_chat_are_learned(tmp_path: Path, template: st
 
 
 def begins_texts(folder: Path) -> Path:
-    """The tokenizer of a folder puts a token before each text from here on, as that of Llama does."""
+    """Make the tokenizer of a folder put a token before each text, as that of Llama does."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     begin = ("<|system|>", tokenizer.token_to_id("<|system|>"))
     tokenizer.post_processor = processors.TemplateProcessing(single="<|system|> $A", special_tokens=[begin])

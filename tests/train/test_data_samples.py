@@ -49,7 +49,7 @@ def texts(sizes: list[int]) -> list[np.ndarray]:
 
 
 def records(sizes: list[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The same with masks: the first third is a prompt."""
+    """Return the same with masks: the first third is a prompt."""
     return texts(sizes), [(np.arange(size) >= size // 3).astype(np.uint8) for size in sizes]
 
 

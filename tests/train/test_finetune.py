@@ -12,23 +12,21 @@ from unittest.mock import patch
 import pytest
 import torch
 from safetensors.torch import load_file
-from typer.testing import CliRunner, Result
 
 import zeromesh
+from commands import call, logged_losses, write_config
 from harness import run_ranks
 from huggingface_models import MODELS, VOCABULARY
-from zeromesh.apps.cli.main import app
+from zeromesh import Settings
 from zeromesh.apps.train import check
 from zeromesh.apps.train import export_run as export
 from zeromesh.apps.train import train_run as train
 from zeromesh.apps.train.architectures.decoder import Decoder
 from zeromesh.apps.train.data.ordered_loader import Batch
 from zeromesh.apps.train.data.tokenizer import load_tokenizer
-from zeromesh.apps.train.metrics import read_metrics
 from zeromesh.apps.train.model import Transformer, language_model
 from zeromesh.apps.train.run_loss import require_causal, require_document_attention
 from zeromesh.apps.train.sample import TextWriter
-from zeromesh.config.settings import Settings
 from zeromesh.config.train import HuggingFace, ModelShape
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -53,26 +51,11 @@ def settings(source: Path, output: Path, **changes: Any) -> dict[str, Any]:
     return {section: value for section, value in values.items() if value is not None}
 
 
-def write(folder: Path, values: dict[str, Any]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "config.json"
-    path.write_text(json.dumps(values))
-    return path
-
-
-def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def losses(run: Path) -> list[float]:
-    return [record["loss"] for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "train"]
-
-
 @pytest.fixture(scope="module")
 def tuned(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tuned")
     sample = {"prompts": ["What is rain?"], "length": 5, "chat": True}
-    path = write(folder, settings(tiny, folder / "run", run={"sample": sample}))
+    path = write_config(folder, settings(tiny, folder / "run", run={"sample": sample}))
     run_ranks(train.train, 2, path, [], resume=False, timeout=LIMIT)
     return folder / "run"
 
@@ -81,7 +64,7 @@ def tuned(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def adapted(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapted")
     lora = {"r": 4, "target_modules": ["q_proj", "down_proj", "lm_head"]}  # which is the embedding, too
-    path = write(folder, settings(tiny, folder / "run", lora=lora, bf16={"enabled": True}))
+    path = write_config(folder, settings(tiny, folder / "run", lora=lora, bf16={"enabled": True}))
     run_ranks(train.train, 2, path, [], resume=False, timeout=LIMIT)
     return folder / "run"
 
@@ -109,7 +92,7 @@ def test_the_model_learns_what_the_assistant_says(tiny: Path, tuned: Path) -> No
         optimizer.step()
         optimizer.zero_grad()
         expected.append(loss.item())
-    assert losses(tuned) == pytest.approx(expected, rel=2e-4)
+    assert logged_losses(tuned) == pytest.approx(expected, rel=2e-4)
     assert expected[-1] < expected[0] - 0.2
 
 
@@ -120,21 +103,21 @@ def test_a_tuned_model_opens_with_its_tokenizer(tuned: Path, tmp_path: Path) -> 
     tokenizer = transformers.AutoTokenizer.from_pretrained(tuned / "model")
     assert "<|assistant|>" in tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False,
                                                             add_generation_prompt=True)  # fmt: skip
-    result = invoke("export", tuned, tmp_path / "out")
+    result = call("export", tuned, tmp_path / "out")
     assert result.exit_code == 0, result.output
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokens = torch.arange(20).view(2, 10)
     with torch.no_grad():
         assert torch.equal(exported(tokens).logits, model(tokens).logits)
     assert (exported.generation_config.top_k, model.generation_config.top_k) == (7, 7)
-    before = invoke("export", tuned, tmp_path / "before", "--tag", "global_step2")
+    before = call("export", tuned, tmp_path / "before", "--tag", "global_step2")
     assert before.exit_code == 0, before.output
     earlier = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "before")
     assert not torch.equal(earlier(tokens).logits, model(tokens).logits)
 
 
 def test_a_tuned_model_answers(tuned: Path) -> None:
-    outputs = [invoke("sample", tuned, "What is rain?", "--chat", "--tokens", "8", "--seed", "3") for _ in range(2)]
+    outputs = [call("sample", tuned, "What is rain?", "--chat", "--tokens", "8", "--seed", "3") for _ in range(2)]
     assert all(output.exit_code == 0 for output in outputs)
     assert outputs[0].output == outputs[1].output
     assert outputs[0].output.startswith("What is rain?\n")
@@ -160,10 +143,10 @@ def test_a_tuned_run_goes_on_as_if_it_had_not_been_stopped(tiny: Path, tuned: Pa
     shutil.copytree(tuned, tmp_path / "run", ignore=shutil.ignore_patterns("global_step4", "latest", "model"))
     (tmp_path / "run" / "checkpoints" / "latest").write_text("global_step2")
     sample = {"prompts": ["What is rain?"], "length": 5, "chat": True}
-    path = write(tmp_path, settings(tiny, tmp_path / "run", run={"sample": sample}))
-    result = invoke("train", path, "--resume")
+    path = write_config(tmp_path, settings(tiny, tmp_path / "run", run={"sample": sample}))
+    result = call("train", path, "--resume")
     assert result.exit_code == 0, result.output
-    assert losses(tmp_path / "run") == pytest.approx(losses(tuned), rel=1e-4)
+    assert logged_losses(tmp_path / "run") == pytest.approx(logged_losses(tuned), rel=1e-4)
     found, expected = (load_file(run / "model" / "model.safetensors") for run in (tmp_path / "run", tuned))
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
@@ -174,7 +157,7 @@ def test_adapters_are_written_for_peft_and_merged_on_request(tiny: Path, adapted
     import transformers
 
     for folder, options in (("alone", []), ("merged", ["--merge"])):
-        result = invoke("export", adapted, tmp_path / folder, *options)
+        result = call("export", adapted, tmp_path / folder, *options)
         assert result.exit_code == 0, result.output
     alone, model = (
         load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "alone", adapted / "model")
@@ -196,18 +179,18 @@ def test_adapters_are_written_for_peft_and_merged_on_request(tiny: Path, adapted
 def test_an_export_leaves_all_or_nothing(tuned: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with patch.object(export, "write_model", side_effect=OSError("no space")):
-        assert "no space" in invoke("export", tuned, out).output
+        assert "no space" in call("export", tuned, out).output
     assert not out.exists()
     draft = out / export.DRAFT
     draft.mkdir(parents=True)  # as an export that was killed leaves it
     (draft / "model.safetensors.00000.part").write_text("half")
     (out / "mine.txt").write_text("mine")
-    result = invoke("export", tuned, out)
+    result = call("export", tuned, out)
     assert result.exit_code == 2
     assert f"it holds mine.txt, beside {export.DRAFT} of an export that was interrupted" in result.output
     assert (out / "mine.txt").read_text() == "mine"
     (out / "mine.txt").unlink()
-    result = invoke("export", tuned, out)
+    result = call("export", tuned, out)
     assert result.exit_code == 0, result.output
     assert {path.name for path in out.iterdir()} > {"config.json", "model.safetensors", "tokenizer.json"}
     assert not draft.exists()
@@ -254,9 +237,9 @@ def test_a_run_of_a_built_in_decoder_is_exported(tmp_path: Path) -> None:
         model={"hidden_size": 16, "layers": 2, "heads": 2, "sequence_length": 32},
         data={"train": str(tmp_path / "text"), "validation_fraction": 0.3, "vocabulary_size": 270},
     )  # fmt: skip
-    result = invoke("train", write(tmp_path, values))
+    result = call("train", write_config(tmp_path, values))
     assert result.exit_code == 0, result.output
-    result = invoke("export", tmp_path / "run", tmp_path / "out")
+    result = call("export", tmp_path / "run", tmp_path / "out")
     assert result.exit_code == 0, result.output
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -269,10 +252,10 @@ def test_a_run_of_a_built_in_decoder_is_exported(tmp_path: Path) -> None:
     tokens = torch.randint(0, 270, (2, 32))
     with torch.no_grad():
         torch.testing.assert_close(model(tokens).logits, decoder(tokens).float(), rtol=1e-4, atol=1e-4)
-    again = invoke("export", tmp_path / "run", tmp_path / "out")
+    again = call("export", tmp_path / "run", tmp_path / "out")
     assert again.exit_code == 2
     assert "is there already, and is not overwritten" in again.output
-    merged = invoke("export", tmp_path / "run", tmp_path / "merged", "--merge")
+    merged = call("export", tmp_path / "run", tmp_path / "merged", "--merge")
     assert merged.exit_code == 2
     assert "has no adapters" in merged.output
     assert not (tmp_path / "merged").exists()
@@ -349,7 +332,7 @@ SHAPE = {"hidden_size": 8, "layers": 1, "heads": 1, "sequence_length": 8}
 def test_settings_that_cannot_be_trained_are_refused(
     tiny: Path, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    result = invoke("train", write(tmp_path, settings(tiny, tmp_path / "run", **changes)))
+    result = call("train", write_config(tmp_path, settings(tiny, tmp_path / "run", **changes)))
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
     assert not (tmp_path / "run" / "config.json").exists()
@@ -360,7 +343,7 @@ def test_a_tokenizer_that_the_model_has_no_entries_for_is_refused(tiny: Path, tm
     MODELS["llama"].build().save_pretrained(tmp_path / "model")
     changes = {"huggingface": {"path": str(tmp_path / "model"), "sequence_length": 32}, "data": {"tokenizer": str(tiny),
                "too_long": "truncate"}}  # fmt: skip
-    result = invoke("train", write(tmp_path, settings(tiny, tmp_path / "run", **changes)))
+    result = call("train", write_config(tmp_path, settings(tiny, tmp_path / "run", **changes)))
     assert result.exit_code == 2
     assert "vocabulary has 96 entries" in result.output
     assert "name a model with a larger vocabulary in huggingface.path" in " ".join(result.output.split())
@@ -372,13 +355,13 @@ def test_weights_are_not_trained_with_another_tokenizer(tiny: Path, tmp_path: Pa
     (tmp_path / "text.txt").write_text("a b c d e f g h\n" * 400)
     data = {"train": str(tmp_path / "text.txt"), "vocabulary_size": 260}
     options = {"huggingface": {"path": str(bare), "sequence_length": 16}, "data": data}
-    result = invoke("train", write(tmp_path, settings(tiny, tmp_path / "run", **options)))
+    result = call("train", write_config(tmp_path, settings(tiny, tmp_path / "run", **options)))
     assert result.exit_code == 2
     assert "know the ids of their own tokenizer" in result.output
     own = {"path": str(tiny), "sequence_length": 16}
     other = tmp_path / "run" / "text" / "tokenizer"
     options = {"huggingface": own, "data": {"train": str(tmp_path / "text.txt"), "tokenizer": str(other)}}
-    result = invoke("train", write(tmp_path, settings(tiny, tmp_path / "other", **options)))
+    result = call("train", write_config(tmp_path, settings(tiny, tmp_path / "other", **options)))
     assert result.exit_code == 2
     assert "has 260 entries, and the model's own in" in result.output
 
@@ -388,7 +371,7 @@ def test_an_unknown_role_is_named_with_its_line(tiny: Path, tmp_path: Path) -> N
     lines[4] = json.dumps({"messages": [{"role": "robot", "content": "beep"}, {"role": "assistant", "content": "a"}]})
     (tmp_path / "chat.jsonl").write_text("\n".join(lines))
     values = settings(tiny, tmp_path / "run", data={"train": str(tmp_path / "chat.jsonl")})
-    result = invoke("train", write(tmp_path, values))
+    result = call("train", write_config(tmp_path, values))
     assert result.exit_code == 2
     assert "robot" in result.output
     assert "chat.jsonl" in result.output
@@ -406,15 +389,15 @@ def test_a_base_model_that_is_gone_is_named_with_the_way_back(tiny, tuned, adapt
         config.write_text(json.dumps(values))
         monkeypatch.chdir(tmp_path)
         mine = settings(Path("base"), Path(name), run={"resume": True}, lora=values["lora"])
-        commands = [(needed, name, tmp_path / "out"), ("train", write(tmp_path / f"{name}-again", mine))]
+        commands = [(needed, name, tmp_path / "out"), ("train", write_config(tmp_path / f"{name}-again", mine))]
         for command in commands:
-            result = invoke(*command)
+            result = call(*command)
             assert result.exit_code == 2
             message = " ".join(result.output.split())
             assert f"huggingface.path = 'base' in '{name}/config.json' is no folder any more" in message
             assert f"the model in '{tmp_path}/base'; put it back there, or a link to where it is now" in message
         (tmp_path / "base").symlink_to(tiny)
-        result = invoke("sample", name, "Hello", "--tokens", "1")
+        result = call("sample", name, "Hello", "--tokens", "1")
         assert result.exit_code == 0, result.output
         (tmp_path / "base").unlink()
     base = json.loads((adapted / "model" / "adapter_config.json").read_text())["base_model_name_or_path"]
@@ -422,7 +405,7 @@ def test_a_base_model_that_is_gone_is_named_with_the_way_back(tiny, tuned, adapt
 
 
 def test_a_folder_without_runs_is_not_exported(tmp_path: Path) -> None:
-    result = invoke("export", tmp_path, tmp_path / "out")
+    result = call("export", tmp_path, tmp_path / "out")
     assert result.exit_code == 2
     assert "holds no checkpoint" in result.output
 

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
+from commands import call
 from mutations import mutated
-from zeromesh.apps.cli.main import app
 from zeromesh.apps.train import run_picture
 from zeromesh.apps.train.goodput import read_times
 from zeromesh.apps.train.metrics import MetricsLog
@@ -68,14 +67,14 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
 
 def test_a_command_draws_a_run(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    done = CliRunner().invoke(app, ["report", str(run_of(tmp_path))])
+    done = call("report", run_of(tmp_path))
     assert done.exit_code == 0, done.output
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_matplotlib_the_remedy_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    done = CliRunner().invoke(app, ["report", str(run_of(tmp_path))])
+    done = call("report", run_of(tmp_path))
     assert done.exit_code == 2
     assert "pip install 'zeromesh[plots]'" in done.output
 
@@ -164,6 +163,6 @@ def test_lines_of_logs_that_are_no_records_are_left_out_and_counted(
     assert len(drawn) > len(seeds) / 2
     for name, text in logs.items():
         (tmp_path / name).write_text(text + '[1]\nnull\n{"kind": "train", "step": "x", "began": "y"}\n')
-    told = CliRunner().invoke(app, ["report", str(tmp_path)])
+    told = call("report", tmp_path)
     assert told.exit_code == 0
     assert "6 lines of its logs are no records of a run, and are left out" in told.output

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
+from commands import call, logged_losses, write_config
 from harness import run_command, run_ranks
-from zeromesh.apps.cli.main import app
 from zeromesh.apps.plan.machine.cluster import Device, LinkSpeed, Machine, Node
-from zeromesh.apps.train.metrics import read_metrics
 from zeromesh.apps.train.run_report import WORTH
 from zeromesh.apps.train.train_run import train
 from zeromesh.base.machine import MACHINE
@@ -28,7 +26,7 @@ CHOSEN = ("mesh", "zero_optimization", "train_micro_batch_size_per_gpu", "gradie
 
 
 def config(corpus: Path, folder: Path, **changes: Any) -> Path:
-    """A configuration of the shape of those in ``examples/``."""
+    """Return a configuration of the shape of those in ``examples/``."""
     settings: dict[str, Any] = {
         "train_batch_size": 8,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
@@ -37,15 +35,12 @@ def config(corpus: Path, folder: Path, **changes: Any) -> Path:
         "run": {"steps": 3, "output": str(folder / "run"), "log_every": 1},
         **changes,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "config.json"
-    path.write_text(json.dumps(settings))
-    return path
+    return write_config(folder, settings)
 
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A machine whose two devices hold half of the states, so that what is chosen is no default."""
+    """Return a machine whose two devices hold half of the states, so that what is chosen is no default."""
     elements = 3 * (4 * 64 * 64 + 3 * 64 * 192) + 2 * 270 * 64
     device = Device("small", 8 * elements, {"fp32": 1e11}, 1e11, reserved=0.0)
     link = LinkSpeed(1e10, 1e-5)
@@ -54,12 +49,8 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def losses(run: Path) -> list[float]:
-    return [record["loss"] for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "train"]
-
-
 def chosen(run: Path) -> dict[str, Any]:
-    """What the planner has chosen, in the words of a configuration."""
+    """Return what the planner has chosen, in the words of a configuration."""
     written = json.loads((run / "config.json").read_text())
     return {key: written[key] for key in CHOSEN}
 
@@ -73,7 +64,7 @@ def train_on(machine: str, path: Path, overrides: list[str], resume: bool = Fals
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(MACHINE, machine)
         arguments = [argument for override in overrides for argument in ("--set", override)]
-        result = CliRunner().invoke(app, ["train", str(path), *arguments, *(["--resume"] if resume else [])])
+        result = call("train", path, *arguments, *(["--resume"] if resume else []))
     logger.removeHandler(handler)
     logger.setLevel(logging.NOTSET)
     assert result.exit_code == 0, result.output
@@ -95,7 +86,7 @@ def test_a_run_whose_layout_is_planned_is_that_with_the_layout_written_out(
     assert (zero["stage"], zero["offload_optimizer"]["device"]) != (0, "none")
     run_ranks(train, ranks, config(corpus, tmp_path / "written", **found), [], resume=False)
     written = tmp_path / "written" / "run"
-    assert losses(tmp_path / "auto" / "run") == losses(written)
+    assert logged_losses(tmp_path / "auto" / "run") == logged_losses(written)
     # Without a file the machine would have to be measured, for longer than the run took.
     assert json.loads((written / "report.json").read_text())["prediction"] is None
     assert f"none, as the steps took less than {WORTH:.0f} s" in (written / "report.md").read_text()
@@ -121,7 +112,7 @@ def test_a_resumed_run_keeps_its_layout_whatever_the_machine_is_now(corpus: Path
     said = train_on(str(tmp_path / "gone.json"), path, ["run.steps=4"], resume=True)
     assert 'what is "auto" is as it was in the run' in said
     assert chosen(tmp_path / "run") == before
-    assert len(losses(tmp_path / "run")) == 4
+    assert len(logged_losses(tmp_path / "run")) == 4
 
 
 def test_the_report_shows_what_was_foreseen_beside_what_was_measured(

@@ -14,7 +14,9 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
+from commands import call, write_config
 from harness import run_command, run_ranks
+from zeromesh import Settings
 from zeromesh.apps.cli.main import app
 from zeromesh.apps.train.architectures.decoder import Decoder
 from zeromesh.apps.train.check import check, require_unchanged
@@ -23,7 +25,6 @@ from zeromesh.apps.train.metrics import read_metrics
 from zeromesh.apps.train.run_folder import RunFolder
 from zeromesh.apps.train.screen import shown_log
 from zeromesh.apps.train.train_run import train
-from zeromesh.config.settings import Settings
 
 STEPS = 6
 
@@ -61,14 +62,7 @@ def config(corpus: Path, folder: Path, **changes: Any) -> Path:
             settings[section] = settings.get(section, {}) | change
         else:
             settings[section] = change
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "config.json"
-    path.write_text(json.dumps(settings))
-    return path
-
-
-def call(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return write_config(folder, settings)
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
+from commands import call, write_config
 from harness import run_ranks
-from zeromesh.apps.cli.main import app
 from zeromesh.apps.train.metrics import read_metrics
 from zeromesh.apps.train.train_run import train
 
@@ -47,10 +46,7 @@ def config(corpus: Path, folder: Path, **changes: Any) -> Path:
         "run": {"steps": STEPS, "output": str(folder / "run"), "log_every": 1, "save_every": 2},
         **changes,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "config.json"
-    path.write_text(json.dumps(settings))
-    return path
+    return write_config(folder, settings)
 
 
 def numbers(run: Path) -> list[dict[str, Any]]:
@@ -61,7 +57,7 @@ def numbers(run: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def alone(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
-    result = CliRunner().invoke(app, ["train", str(config(corpus, folder))])
+    result = call("train", config(corpus, folder))
     assert result.exit_code == 0, result.output
     return folder / "run"
 
@@ -133,6 +129,6 @@ def test_ranks_that_split_layers_drop_the_same(corpus: Path, tmp_path: Path) -> 
 def test_samples_that_cannot_be_spread_are_refused(changes, message, corpus, tmp_path) -> None:
     data = {"train": str(corpus), "suffixes": [".py"], "vocabulary_size": 270} | changes.pop("data", {})
     run = {"steps": 1, "output": str(tmp_path / "run"), "ranks": max(changes["mesh"].values())}
-    result = CliRunner().invoke(app, ["train", str(config(corpus, tmp_path, run=run, data=data, **changes))])
+    result = call("train", config(corpus, tmp_path, run=run, data=data, **changes))
     assert result.exit_code == 2
     assert re.search(message, " ".join(result.output.split())), result.output

@@ -1,6 +1,5 @@
 """``zeromesh train`` with the model cut into stages: its log and its weights are those of one process."""
 
-import json
 import math
 import os
 import re
@@ -9,13 +8,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from typer.testing import CliRunner
 
+from commands import call, write_config
 from harness import run_ranks
 from test_finetune import settings as finetuning
-from test_finetune import write
 from test_train_mesh import assert_same_model, assert_same_run, numbers
-from zeromesh.apps.cli.main import app
 from zeromesh.apps.train import loop
 from zeromesh.apps.train.metrics import read_metrics
 from zeromesh.apps.train.train_run import train
@@ -62,10 +59,7 @@ def config(corpus: Path, folder: Path, **changes: Any) -> Path:
     for section, change in changes.items():
         merges = isinstance(change, dict) and isinstance(settings.get(section), dict)
         settings[section] = settings[section] | change if merges else change
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "config.json"
-    path.write_text(json.dumps(settings))
-    return path
+    return write_config(folder, settings)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +93,7 @@ def test_a_run_in_stages_may_spread_its_sequences(corpus: Path, tmp_path: Path) 
 def test_a_run_goes_on_in_another_number_of_stages(corpus: Path, alone: Path, tmp_path: Path) -> None:
     in_stages = config(corpus, tmp_path / "stages", **TWO_STAGES, run={"output": str(tmp_path / "run")})
     run_ranks(train, 2, in_stages, ["run.steps=2"], resume=False, timeout=LIMIT)
-    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "--verify"])
+    shown = call("inspect", tmp_path / "run", "--verify")
     assert shown.exit_code == 0, shown.output
     run_ranks(train, 1, config(corpus, tmp_path), [], resume=True, timeout=LIMIT)
     run_ranks(train, 2, in_stages, [], resume=True, timeout=LIMIT)  # and back: there is nothing left but the end
@@ -138,7 +132,7 @@ def test_a_model_of_transformers_is_trained_in_stages(lora, schedule, tiny, tmp_
     changes: dict[str, Any] = {"lora": lora, "train_micro_batch_size_per_gpu": 1, "run": {"evaluate_every": 2}}
     for ranks in (1, 2):
         cut = {"mesh": {"pipeline": ranks}, "pipeline": {"schedule": schedule}}
-        path = write(tmp_path, finetuning(tiny, tmp_path / str(ranks), **changes, **cut))
+        path = write_config(tmp_path, finetuning(tiny, tmp_path / str(ranks), **changes, **cut))
         run_ranks(train, ranks, path, [], resume=False, timeout=LIMIT)
     assert_same_run(tmp_path / "2", tmp_path / "1")
 
@@ -162,7 +156,7 @@ def test_settings_that_cannot_run_in_stages_are_refused_before_the_start(changes
     changes = {**TWO_STAGES, "train_batch_size": None, "gradient_accumulation_steps": 4} | changes
     path = config(corpus, tmp_path, **changes)
     ranks = math.prod(changes["mesh"].values())
-    result = CliRunner().invoke(app, ["train", str(path), "--set", f"run.ranks={ranks}"])
+    result = call("train", path, "--set", f"run.ranks={ranks}")
     assert result.exit_code == 2, result.output
     assert re.search(message, " ".join(result.output.split())), result.output
     assert not (tmp_path / "run").exists()

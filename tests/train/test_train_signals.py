@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-import zeromesh
+from run import sgd, start_engine, train_step
 from test_train_cli import call, config
+from zeromesh import Engine
 from zeromesh.apps.train.goodput import read_times
 from zeromesh.apps.train.run_folder import RunFolder
 from zeromesh.checkpoint import save
 from zeromesh.comm.environment import shutdown
-from zeromesh.engine.engine import Engine
 
 TRAIN = [sys.executable, "-m", "zeromesh.apps.cli.main"]
 
@@ -87,11 +87,10 @@ def test_sigusr1_saves_and_sigterm_saves_and_ends(
 
 
 def test_requests_during_an_agreement_count_at_the_next_update() -> None:
-    engine = zeromesh.initialize(model=nn.Linear(2, 1), config={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})[0]
+    engine = start_engine(nn.Linear(2, 1), optimizer=sgd(0.1))
 
     def update() -> int:
-        engine.backward(engine(torch.ones(1, 2)).sum())
-        engine.step()
+        train_step(engine, engine(torch.ones(1, 2)).sum())
         return engine.asked
 
     complete = engine.sharded.complete

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from commands import write_config
 from zeromesh.apps.cli.main import app
 from zeromesh.apps.train.metrics import read_metrics
 
@@ -40,9 +41,7 @@ def config(text: Path, folder: Path, ranks: int = 1, **changes: Any) -> Path:
         },
         **changes,
     }  # fmt: skip
-    path = folder / "config.json"
-    path.write_text(json.dumps(settings))
-    return path
+    return write_config(folder, settings)
 
 
 def run(*words: str) -> tuple[int, str]:

@@ -12,9 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import zeromesh
 from verifying import OWN, of_model
+from zeromesh import Engine, Mesh
 from zeromesh.comm.collectives import Group
-from zeromesh.comm.mesh import Mesh
-from zeromesh.engine.engine import Engine
 from zeromesh.engine.update import Update
 from zeromesh.parallel.context import huggingface_decoders as huggingface
 from zeromesh.parallel.follow.token_check import TokenCheck

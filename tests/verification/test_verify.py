@@ -10,18 +10,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 import zeromesh
+from commands import call
 from harness import on_ranks
 from verifying import Net, net_and_batch
-from zeromesh.apps.cli.main import app
+from zeromesh import Settings
 from zeromesh.apps.verify.plain_training import PlainStep
 from zeromesh.apps.verify.ranks import Finding
 from zeromesh.apps.verify.rows import SampleRows
 from zeromesh.apps.verify.small_layout import small_layout
 from zeromesh.apps.verify.verification_report import Report, TrialReport, Verdict
-from zeromesh.config.settings import Settings
 
 CONFIG: dict[str, Any] = {
     "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
@@ -142,7 +141,7 @@ def failing() -> None:
 def test_an_error_of_the_users_function_has_not_the_status_of_a_difference(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(CONFIG))
-    result = CliRunner().invoke(app, ["verify", str(file), "test_verify:failing"])
+    result = call("verify", file, "test_verify:failing")
     assert result.exit_code == 2
     assert "LookupError: no data" in result.output
 
@@ -189,7 +188,7 @@ def test_errors_name_the_remedy() -> None:
 def test_an_unknown_model_is_an_error_of_the_command(model: str, said: str, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(CONFIG))
-    result = CliRunner().invoke(app, ["verify", str(file), model])
+    result = call("verify", file, model)
     assert result.exit_code == 2
     assert said in " ".join(result.output.split())
 
@@ -227,7 +226,7 @@ def test_training_begins_only_after_an_equal_comparison(
     called: list[Any] = []
     monkeypatch.setattr("zeromesh.apps.cli.verify.run", lambda question: called.append(question) or verdict)
     monkeypatch.setattr("zeromesh.apps.train.train_run.train", lambda *_: called.append("trained"))
-    result = CliRunner().invoke(app, ["train", "config.json", "--verify", "--set", "run.steps=2"])
+    result = call("train", "config.json", "--verify", "--set", "run.steps=2")
     assert result.exit_code == verdict.value, result.output
     assert called[0].overrides == ["run.steps=2"]
     assert ("trained" in called) is trains
@@ -238,7 +237,7 @@ def test_training_begins_only_after_an_equal_comparison(
 def test_a_rank_that_dies_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(CONFIG))
-    result = CliRunner().invoke(app, ["verify", str(file), "test_verify:dying", "--json"])
+    result = call("verify", file, "test_verify:dying", "--json")
     assert result.exit_code == 2
     assert "rank 1 failed: killed by SIGKILL" in result.output
 
@@ -248,7 +247,7 @@ def test_a_rank_that_dies_is_reported(tmp_path: Path) -> None:
 def test_the_command_compares_a_model_and_its_batch(tmp_path: Path) -> None:
     file, picture = tmp_path / "config.json", tmp_path / "picture.png"
     file.write_text(json.dumps(CONFIG))
-    result = CliRunner().invoke(app, ["verify", str(file), "verifying:net_and_batch", "--picture", str(picture)])
+    result = call("verify", file, "verifying:net_and_batch", "--picture", picture)
     assert result.exit_code == 0, result.output
     assert "equal: data 2 trains Net as one plain process does" in " ".join(result.output.split())
     assert picture.exists()
@@ -258,8 +257,6 @@ def test_the_command_compares_a_model_and_its_batch(tmp_path: Path) -> None:
 def test_ranks_that_hang_are_ended(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(CONFIG))
-    result = CliRunner().invoke(
-        app, ["verify", str(file), "verifying:net_and_batch", "--steps", "200", "--timeout", "1"]
-    )
+    result = call("verify", file, "verifying:net_and_batch", "--steps", "200", "--timeout", "1")
     assert result.exit_code == 2
     assert "did not end within 1 s" in " ".join(result.output.split())

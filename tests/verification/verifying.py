@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 def net_and_batch() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """A model with its batch, as a user's function returns them."""
+    """Return a model with its batch, as a user's function returns them."""
     torch.manual_seed(0)
     return Net(), {"images": torch.randn(4, 3, 8, 8), "labels": torch.randint(5, (4,))}
 

@@ -14,15 +14,16 @@ import torch
 import torch.distributed as dist
 
 from harness import mpiexec, run_command, run_mpi_ranks
+from zeromesh import Mesh
 from zeromesh.comm.collectives import Group
-from zeromesh.comm.mesh import Links, Mesh
+from zeromesh.comm.mesh import Links
 from zeromesh.comm.mpi import backend as mpi
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64, torch.uint8, torch.bool)
 
 
 def groups() -> list[Group]:
-    """This rank's groups in a run of four: all ranks, and pairs."""
+    """Return this rank's groups in a run of four: all ranks, and pairs."""
     mesh = Mesh({"data": 2, "tensor": 2}, torch.device("cpu"))
     return [mesh.group(axis) for axis in ("world", "data", "tensor")]
 
