@@ -92,12 +92,12 @@ class ShardedModel:
         gradients = [flat.gradient for flat in self.flats if flat.gradient]
         self.reducer = Reducer(gradients, policy, mesh, self.accumulation.steps > 1, self.link, self.tables)
         early = [flat for flat in of_units if can_begin_early(flat, mesh)]
-        in_memory = [flat for flat in self.tables.flats if flat.parameter_tier is not Tier.NVME]
+        in_memory = [flat for flat in self.tables.flats if not flat.parameter_tier.in_blocks]
         budget = MemoryBudget.of([*of_units, *in_memory], row, mixed, self.reducer.memory.shard_bytes[Tier.HOST], early)
         self.store = Tiers() if prepare is None else prepare(budget)
         self.swap, self.stored = self.store.swap, self.store.stored
-        assert self.swap is not None or not (budget.files or budget.packed), "states without a place for them"
-        assert self.stored is not None or not budget.stored, "a tier of files without a place for them"
+        assert self.swap is not None or not budget.blocks, "states without a place for them"
+        assert self.stored is not None or not budget.stored, "parameters without a place for them"
         for unit, flats, its_row in laid_out:
             unit.place(flats, its_row, mesh, mixed, materialise, self.link, self.store)
         self.early = EarlyUpdates(self.store, mesh, self.link, row.pinned)

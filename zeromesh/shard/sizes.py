@@ -110,7 +110,7 @@ class Sharing(NamedTuple):
 
 def is_apart(parameter: Tier, optimizer: Tier) -> bool:
     """Return whether masters are other memory than parameters because of the tiers where both rest."""
-    return parameter is Tier.NVME or optimizer is not parameter
+    return parameter.in_blocks or optimizer is not parameter
 
 
 def rests_in_master(parameter: Tier, optimizer: Tier) -> bool:

@@ -12,9 +12,8 @@ from zeromesh.base.placement import Tier
 from zeromesh.base.spans import span
 from zeromesh.shard.gradients.gradient import Arrival, Gradient, GradientPolicy
 from zeromesh.shard.parameters.slots import largest
-from zeromesh.shard.store.direct_buffers import Buffer, Buffers
 from zeromesh.shard.store.link import DONE, Copy, Link
-from zeromesh.shard.store.memory import empty_on
+from zeromesh.shard.store.memory import Buffer, Buffers, empty_on
 
 ARRIVALS = 2  # buffers for sums that are added to their shards: one is added while another comes
 

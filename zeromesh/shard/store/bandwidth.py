@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeromesh.shard.store.direct_buffers import Buffer
+from zeromesh.shard.store.memory import Buffer
 from zeromesh.shard.store.nvme import MIB, FileStore
 
 

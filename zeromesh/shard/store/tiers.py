@@ -10,9 +10,9 @@ from pathlib import Path
 from torch import nn
 
 from zeromesh.shard.parameters.flat import Flat
-from zeromesh.shard.store.disk_traffic import DiskTraffic
 from zeromesh.shard.store.stored import Stored
 from zeromesh.shard.store.swap import Swap
+from zeromesh.shard.store.swap_file import DiskTraffic
 from zeromesh.shard.store.window import StateWindow, whole_window
 
 
@@ -22,10 +22,10 @@ class Tiers:
     def __init__(
         self, swap: Swap | None = None, stored: Stored | None = None, early: Sequence[Flat] = (), states: int = 0
     ) -> None:
-        self.swap = swap  # masters and optimizer states that rest in files or in halves; None: all are in memory
-        self.stored = stored  # parameters that rest in files; None: all are in memory
+        self.swap = swap  # masters and optimizer states that rest in blocks; None: all are in memory
+        self.stored = stored  # parameters that rest in blocks; None: all are in memory
         self.early, self.states = early, states  # updated during the backward; most optimizer states of a parameter
-        self._files = [files for files in (swap, stored) if files is not None]
+        self._blocks = [store.blocks for store in (swap, stored) if store is not None]
         self._before_states: list[Callable[[Flat, bool], None]] = []
         self._bring_back: Callable[[], None] | None = None
 
@@ -96,14 +96,14 @@ class Tiers:
     @property
     def folder(self) -> Path | None:
         """Folder of the files; None where there are none."""
-        return next((files.folder for files in self._files if files.folder is not None), None)
+        return next((blocks.folder for blocks in self._blocks if blocks.folder is not None), None)
 
     def disk_traffic(self) -> DiskTraffic | None:
         """Return the traffic of the files so far; None where there are none."""
-        traffics = [traffic for files in self._files if (traffic := files.traffic()) is not None]
+        traffics = [traffic for blocks in self._blocks if (traffic := blocks.traffic()) is not None]
         return None if not traffics else DiskTraffic(*map(sum, zip(*map(astuple, traffics), strict=True)))
 
     def close(self) -> None:
         """Delete the files."""
-        for files in self._files:
-            files.close()
+        for blocks in self._blocks:
+            blocks.close()
