@@ -75,7 +75,7 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """Return this rank's part of the summed gradient of a parameter's flat buffer; of a table, a copy of all rows."""
     part, flat, _ = zero.place_of(parameter)
     if isinstance(part, Table):
-        return part.dense_gradient()
+        return part.values()
     return None if flat.gradient is None else flat.gradient.shard
 
 

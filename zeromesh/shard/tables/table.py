@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ class Table:
         self.first = self.group.rank * self.per_rank
         self.rows_here = max(0, min(self.count, self.first + self.per_rank) - self.first)
         self.state = GradientState.LOCAL
-        self.used = False  # a gradient has come since the last update
+        self.used = [False]  # a gradient has come since the last update
         self._arrived: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.ids = torch.empty(0, dtype=torch.int64)  # of the summed gradient, local numbers
         self.gradient = torch.empty(0, self.width)
@@ -209,7 +209,7 @@ class Table:
     def take(self, ids: torch.Tensor, gradient: torch.Tensor) -> None:
         """Take the gradient of rows ``ids``, ascending and without duplicates, from one lookup."""
         assert self.state is GradientState.LOCAL, self
-        self.used = True
+        self.used = [True]
         self._arrived.append((ids.to(gradient.device), gradient))
 
     def local(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -230,7 +230,7 @@ class Table:
         self.ids, self.gradient = add_up(parts, gradients)
         self.state = GradientState.SUMMED
 
-    def dense_gradient(self) -> torch.Tensor:
+    def values(self) -> torch.Tensor:
         """Return the summed gradient of all rows here, shape (rows here x width,); zero where a row has none."""
         dense = self.gradient.new_zeros(self.rows_here, self.width)
         return dense.index_copy_(0, self.ids, self.gradient).view(-1)
@@ -244,29 +244,53 @@ class Table:
         present = rows.any(1)
         present[self.ids] = True
         self.ids = present.nonzero().flatten()
-        self.gradient, self.used = rows[self.ids].to(self.gradient.dtype), True
+        self.gradient, self.used = rows[self.ids].to(self.gradient.dtype), [True]
 
-    def reopen(self, counted: bool) -> None:
-        """Turn the sum into a gradient of this rank, to which more is added; drop it unless it is ``counted`` here."""
+    def count_once(self, mesh: Mesh) -> None:
+        """Turn the sum into a gradient of the first rank that has copies of the rows, to which more is added."""
         if self.state is GradientState.SUMMED:
-            self._arrived = [(self.ids + self.first, self.gradient)] if counted else []
+            self._arrived = [(self.ids + self.first, self.gradient)] if mesh.replicate.rank == 0 else []
             self.state, self._reopened = GradientState.LOCAL, True
 
-    def scale(self, factor: float) -> None:
+    def counted_values(self, mesh: Mesh, index: int | None = None) -> Iterator[torch.Tensor]:
+        """Yield the summed gradient, 1-D, on the first of the ranks that hold copies of the rows."""
+        if mesh.replicate.rank == mesh.group("tensor").rank == 0 and self.gradient.numel():
+            yield self.gradient.reshape(-1)
+
+    def not_finite(self) -> str | None:
+        """Name the weight if its gradient has a value that is not finite; None if it has none."""
+        return None if bool(self.gradient.isfinite().all()) else f"{self.name}.weight"
+
+    def scale(self, factor: float, index: int | None = None) -> None:
         """Multiply the gradient by ``factor``."""
         self._arrived = [(ids, gradient * factor) for ids, gradient in self._arrived]
         self.gradient = self.gradient * factor
 
-    def mark_used(self, used: bool) -> None:
+    def mark_used(self, used: Sequence[bool]) -> None:
         """Set whether any rank has had a gradient since the last update."""
-        self.used = used
+        self.used = list(used)
 
-    def forget(self) -> None:
+    def reset(self, keeps_memory: bool = True) -> None:
         """Forget the gradient."""
-        self._arrived, self.state, self.used, self._reopened = [], GradientState.LOCAL, False, False
+        self._arrived, self.state, self.used, self._reopened = [], GradientState.LOCAL, [False], False
         self.ids, self.gradient = self.ids[:0], self.gradient[:0]
 
     # Update.
+
+    def take_changes(self) -> None:
+        """Raise RuntimeError if somebody put another tensor in the weight's place, which would be lost."""
+        weight = self.flat.parameters[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            same = bool(weight.is_set_to(self.flat.views[0])) or bool(self.flat.unbound)
+        if not same:
+            self.refuse(self, f"{self.name}.weight was given new data, but it")
+
+    def refuse(self, table: Any, name: str) -> None:
+        """Raise RuntimeError: the weight is used as a whole, as its class says by ``name``."""
+        raise RuntimeError(
+            f"{name} has its rows spread over {self.group.size} ranks, and only its module looks them up; "
+            "read or change it inside `with zeromesh.zero.GatheredParameters([...])` on all ranks, or set sparse=False"
+        )
 
     def update(self, rule: str, options: Options, state: dict[str, Any]) -> None:
         """Update the rows that have a gradient; ``state`` is the optimizer's for the piece here."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -59,17 +58,10 @@ class Tables:
     def __len__(self) -> int:
         return len(self.every)
 
-    def __contains__(self, unit: object) -> bool:
-        return unit in self.every
-
     @property
     def flats(self) -> list[Flat]:
         """Flat buffers of the tables."""
         return [table.flat for table in self.every]
-
-    def of(self, parameter: torch.Tensor) -> Table | None:
-        """Return the table whose weight this is; None if it is none's."""
-        return next((table for table in self.every if table.flat.parameters[0] is parameter), None)
 
     def place(
         self, materialise: Callable[[str, nn.Parameter], Source | None] | None, mixed: bool, arrived: Arrived,
@@ -97,7 +89,7 @@ class Tables:
         """Make operations on whole weights raise; ``base`` is the class of parameters that answers for ``grad``."""
         for table in self.every:
             change_class(table.flat.parameters[0], base)
-            guard = Guard(table, unloaded_class(base, table, names, self.refuse), base)
+            guard = Guard(table, unloaded_class(base, table, names, table.refuse), base)
             guard.switch(Presence.UNLOADED)
             self._guards[table] = guard
 
@@ -106,13 +98,6 @@ class Tables:
         self.lookups.drop()
         for table in self.every:
             table.gather_up()
-
-    def refuse(self, unit: Any, name: str) -> None:
-        """Raise RuntimeError: a table's weight is used as a whole."""
-        raise RuntimeError(
-            f"{name} has its rows spread over {self._mesh.shard.size} ranks, and only its module looks them up; "
-            "read or change it inside `with zeromesh.zero.GatheredParameters([...])` on all ranks, or set sparse=False"
-        )
 
     # Gradients.
 
@@ -164,38 +149,10 @@ class Tables:
         for table in tables:
             table.take_sum(from_all(group, COPIES_TAG, table.ids), from_all(group, COPIES_TAG, table.gradient))
 
-    def summed(self, parameters: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """Return the summed gradients of tables, those of ``parameters`` or all, that this rank counts in a norm."""
-        if self._mesh.replicate.rank > 0 or self._mesh.group("tensor").rank > 0:
-            return []
-        chosen = self.every if parameters is None else [t for t in map(self.of, parameters) if t is not None]
-        return [table.gradient for table in chosen]
-
-    def scale(self, factor: float, parameters: Sequence[torch.Tensor] | None = None) -> None:
-        """Multiply the summed gradients of tables, those of ``parameters`` or all."""
-        if factor != 1.0:
-            chosen = self.every if parameters is None else [t for t in map(self.of, parameters) if t is not None]
-            for table in chosen:
-                table.scale(factor)
-
-    def used(self) -> list[bool]:
-        """Return by table whether a gradient has come on this rank since the last update."""
-        return [table.used for table in self.every]
-
-    def mark_used(self, flags: Sequence[bool]) -> None:
-        """Set by table whether any rank has had a gradient since the last update."""
-        for table, flag in zip(self.every, flags, strict=True):
-            table.mark_used(flag)
-
-    def reopen(self) -> None:
-        """Turn the sums into gradients of single ranks, to which the next backward adds."""
-        for table in self.every:
-            table.reopen(counted=self._mesh.replicate.rank == 0)
-
-    def forget(self) -> None:
-        """Forget all gradients."""
-        for table in self.every:
-            table.forget()
+    def scale(self, factor: float) -> None:
+        """Multiply the summed gradients."""
+        for table in self.every if factor != 1.0 else ():
+            table.scale(factor)
 
     # Update.
 
@@ -204,21 +161,12 @@ class Tables:
         self.lookups.finish()
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for table in self.every:
-            for _, _, piece in table.flat.pieces if table.used else ():
+            for _, _, piece in table.flat.pieces if any(table.used) else ():
                 group = groups.get(id(piece.parameter))
                 if group is not None:
                     rule = rule_of(optimizer, group, table.name)
                     with span("update", table.name):
                         table.update(rule, group, optimizer.state[piece.parameter])
-
-    def take_changes(self) -> None:
-        """Raise RuntimeError if somebody put another tensor in a weight's place, which would be lost."""
-        for table in self.every:
-            weight = table.flat.parameters[0]
-            with torch._C.DisableTorchFunctionSubclass():
-                same = bool(weight.is_set_to(table.flat.views[0])) or bool(table.flat.unbound)
-            if not same:
-                self.refuse(table, f"{table.name}.weight was given new data, but it")
 
     @contextmanager
     def gathered(self, tables: Sequence[Table], assemble: Callable[[Flat], torch.Tensor]) -> Iterator[None]:
