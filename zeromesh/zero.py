@@ -227,7 +227,7 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     if is_elsewhere(param):
         return None
     engine, part, flat, index = _find(param)
-    gradient = part if isinstance(part, Table) else flat.gradient
+    gradient = part.gradient if isinstance(part, Table) else flat.gradient
     if gradient is None or not engine.sharded.reducer.begun:
         return None
     complete_together(engine.sharded.reducer, engine.mesh)
@@ -341,7 +341,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     if is_elsewhere(param):
         return
     engine, part, flat, index = _find(param)
-    gradient, values = part if isinstance(part, Table) else flat.gradient, None
+    gradient, values = part.gradient if isinstance(part, Table) else flat.gradient, None
     if gradient is not None:
         if not engine.sharded.reducer.begun:
             raise RuntimeError("there is no gradient to change; call this between backward and step")
@@ -356,7 +356,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     # Sums are kept, of which the update takes the mean.
     _set(param, value / engine.gradient_factor, pick)
     if isinstance(part, Table) and values is not None:
-        part.put(values)
+        part.gradient.put(values)
 
 
 def safe_update_full_grad_vectorized(

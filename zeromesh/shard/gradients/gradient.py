@@ -170,7 +170,7 @@ class Gradient:
         self.shard_in_full = True  # whether `shard` lies in the full gradient, in `held` then; otherwise in `buffer`
         # Ranges of `shard` that no other rank counts, in norms for example.
         self.counted = tuple(self._counted()) if is_first else ()
-        self.shared = self._shared()
+        self.shared = _shared_ranges(layout, own_range)
 
     def _counted(self) -> Iterator[tuple[int, int]]:
         boxes = list(self.layout.within(self.shard_range.start, self.shard_range.stop))
@@ -225,15 +225,6 @@ class Gradient:
             for start, stop, first in ranges:
                 if not first:
                     self.shard[start:stop] = 0
-
-    def _shared(self) -> dict[int, list[tuple[int, int, bool]]]:
-        """Return ranges of ``shard`` by how many tensor ranks share them: start, stop, whether this is the first."""
-        ranges: dict[int, list[tuple[int, int, bool]]] = {}
-        for segment, box in self.layout.within(self.own.start, self.own.stop):
-            if box.sharers > 1:
-                first = segment.start - self.own.start
-                ranges.setdefault(box.sharers, []).extend((first + a, first + b, box.owned) for a, b in box.runs)
-        return ranges
 
     # The full gradient.
 
@@ -375,6 +366,16 @@ class Gradient:
             self.buffer = None
         self.arrived = [False] * len(self.arrived)
         self.used = [False] * len(self.used)
+
+
+def _shared_ranges(layout: Layout, owned: slice) -> dict[int, list[tuple[int, int, bool]]]:
+    """Return ranges of ``shard`` by how many tensor ranks share them: start, stop, whether this is the first."""
+    ranges: dict[int, list[tuple[int, int, bool]]] = {}
+    for segment, box in layout.within(owned.start, owned.stop):
+        if box.sharers > 1:
+            first = segment.start - owned.start
+            ranges.setdefault(box.sharers, []).extend((first + a, first + b, box.owned) for a, b in box.runs)
+    return ranges
 
 
 class GradientArrival:

@@ -99,13 +99,13 @@ class Grads:
         Where it is not whole on this rank: a stand-in without memory; None where there is no gradient.
         """
         plain: torch.Tensor | None = PLAIN_GRAD.__get__(parameter)
-        if plain is None and (table := self._tables.get(id(parameter))) is not None and any(table.used):
+        if plain is None and (table := self._tables.get(id(parameter))) is not None and any(table.gradient.used):
             text = (
                 f"the gradient of {table.name}.weight has rows only: read it with "
                 "zeromesh.zero.safe_get_full_grad(parameter), and clip with zeromesh.clip_grad_norm_ or "
                 "`gradient_clipping` in the configuration"
             )
-            return self._unavailable(parameter, text, lambda: table.scale(0.0))
+            return self._unavailable(parameter, text, lambda: table.gradient.scale(0.0))
         if plain is not None or id(parameter) not in self._places:
             return plain
         self._settle()
@@ -135,7 +135,7 @@ class Grads:
         """
         if (table := self._tables.get(id(parameter))) is not None:
             if value is None:
-                table.reset()
+                table.gradient.reset()
             elif not isinstance(value, UnavailableGradient):
                 raise RuntimeError(f"the gradient of {table.name}.weight has rows only, and cannot be replaced")
             return
@@ -170,7 +170,7 @@ class Grads:
         keys = [id(parameter) for parameter in parameters]
         # Tables come last: the order in which numbers are added is a part of the result.
         places: list[Place] = [self._places[key] for key in keys if key in self._places]
-        places += [(self._tables[key], 0) for key in keys if key in self._tables]
+        places += [(self._tables[key].gradient, 0) for key in keys if key in self._tables]
         norm = norm_of(places, order, self._mesh) * self._factor
         if (coefficient := limit / (norm + 1e-6)) < 1.0 or norm != norm:  # torch's constant
             for gradient, index in places:

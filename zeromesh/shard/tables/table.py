@@ -31,9 +31,9 @@ NORM_CONSTANT = 1e-7  # of torch's renormalisation: max_norm / (norm + 1e-7)
 class RowArrival:
     """Hook on the rows of one lookup, which takes their gradient."""
 
-    def __init__(self, arrived: Arrived, table: Table, ids: torch.Tensor) -> None:
+    def __init__(self, arrived: Arrived, gradient: RowGradient, ids: torch.Tensor) -> None:
         # Weakly: the graph that has the rows must not hold the engine.
-        self._arrived, self._table, self._ids = WeakMethod(arrived), ref(table), ids
+        self._arrived, self._gradient, self._ids = WeakMethod(arrived), ref(gradient), ids
 
     def __call__(self, rows: torch.Tensor) -> None:
         """Take the gradient of the rows, as a hook of torch."""
@@ -42,9 +42,9 @@ class RowArrival:
 
     def take(self, gradient: torch.Tensor, factor: float) -> None:
         """Give the table the gradient times ``factor``."""
-        if (table := self._table()) is not None:
+        if (of_rows := self._gradient()) is not None:
             wide = torch.promote_types(gradient.dtype, torch.float32)
-            table.take(self._ids, gradient if factor == 1.0 else gradient.to(wide) * factor)
+            of_rows.take(self._ids, gradient if factor == 1.0 else gradient.to(wide) * factor)
 
 
 class GradientState(Enum):
@@ -52,6 +52,90 @@ class GradientState(Enum):
 
     LOCAL = "local"  # rows of this rank's own batches, if any
     SUMMED = "summed"  # the sum over the ranks, of the rows that are here
+
+
+class RowGradient:
+    """The gradient of a table's rows between two updates; a ``SummedGradient``."""
+
+    def __init__(self, table: Table, sent: torch.dtype) -> None:
+        self._name, self._mesh, self._width, self._wire = f"{table.name}.weight", table.mesh, table.width, table.wire
+        self._first, self._rows = table.first, table.rows_here
+        self._sent = sent  # dtype in which gradients travel
+        self._reopened = False
+        self.state = GradientState.LOCAL
+        self.used = [False]  # a gradient has come since the last update
+        self._arrived: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.ids = torch.empty(0, dtype=torch.int64)  # of the sum, local numbers
+        self.summed = torch.empty(0, self._width)
+
+    def take(self, ids: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Take the gradient of rows ``ids``, ascending and without duplicates, from one lookup."""
+        assert self.state is GradientState.LOCAL, self
+        self.used = [True]
+        self._arrived.append((ids.to(gradient.device), gradient))
+
+    def local(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ascending row numbers and the sums of their gradients on this rank."""
+        device = self._mesh.device
+        if len(self._arrived) == 1:
+            ids, gradient = self._arrived[0]
+        else:
+            none = torch.empty(0, dtype=torch.int64, device=device), vector_of(0, self._wire, self._mesh.shard)
+            every = self._arrived or [(none[0], none[1].view(0, self._width))]
+            ids, gradient = add_up([row_ids for row_ids, _ in every], [part for _, part in every])
+        self._arrived = []
+        # A sum that was made before is not rounded again; all ranks know of it.
+        return ids, gradient.to(torch.promote_types(self._sent, torch.float32) if self._reopened else self._sent)
+
+    def take_sum(self, parts: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+        """Add up the gradients that all ranks have sent for the rows here, in the order of ranks."""
+        self.ids, self.summed = add_up(parts, gradients)
+        self.state = GradientState.SUMMED
+
+    def values(self) -> torch.Tensor:
+        """Return the summed gradient of all rows here, shape (rows here x width,); zero where a row has none."""
+        dense = self.summed.new_zeros(self._rows, self._width)
+        return dense.index_copy_(0, self.ids, self.summed).view(-1)
+
+    def put(self, values: torch.Tensor) -> None:
+        """Let the summed gradient be these values, shape (rows here x width,).
+
+        Rows of zeros that have had no gradient still have none.
+        """
+        rows = values.view(self._rows, self._width)
+        present = rows.any(1)
+        present[self.ids] = True
+        self.ids = present.nonzero().flatten()
+        self.summed, self.used = rows[self.ids].to(self.summed.dtype), [True]
+
+    def count_once(self, mesh: Mesh) -> None:
+        """Turn the sum into a gradient of the first rank that has copies of the rows, to which more is added."""
+        if self.state is GradientState.SUMMED:
+            self._arrived = [(self.ids + self._first, self.summed)] if mesh.replicate.rank == 0 else []
+            self.state, self._reopened = GradientState.LOCAL, True
+
+    def counted_values(self, mesh: Mesh, index: int | None = None) -> Iterator[torch.Tensor]:
+        """Yield the summed gradient, 1-D, on the first of the ranks that hold copies of the rows."""
+        if mesh.replicate.rank == mesh.group("tensor").rank == 0 and self.summed.numel():
+            yield self.summed.reshape(-1)
+
+    def not_finite(self) -> str | None:
+        """Name the weight if its gradient has a value that is not finite; None if it has none."""
+        return None if bool(self.summed.isfinite().all()) else self._name
+
+    def scale(self, factor: float, index: int | None = None) -> None:
+        """Multiply the gradient by ``factor``."""
+        self._arrived = [(ids, gradient * factor) for ids, gradient in self._arrived]
+        self.summed = self.summed * factor
+
+    def mark_used(self, used: Sequence[bool]) -> None:
+        """Set whether any rank has had a gradient since the last update."""
+        self.used = list(used)
+
+    def reset(self, keeps_memory: bool = True) -> None:
+        """Forget the gradient."""
+        self._arrived, self.state, self.used, self._reopened = [], GradientState.LOCAL, [False], False
+        self.ids, self.summed = self.ids[:0], self.summed[:0]
 
 
 class Table:
@@ -67,8 +151,6 @@ class Table:
         self.mesh, self.group = mesh, mesh.shard
         self.per_rank = -(-self.count // self.group.size)
         self.wire = dtype  # in which rows travel and are computed with
-        self._sent = sent or dtype  # dtype in which gradients travel
-        self._reopened = False
         row = PlacementRow(
             Placement.SHARDED, Placement.SHARDED, Placement.SHARDED, parameter_tier=tier, gradient_tier=tier,
             optimizer_tier=tier, pinned=False,
@@ -83,11 +165,7 @@ class Table:
         # Rows from ``first`` on; the last ranks may have fewer, or none.
         self.first = self.group.rank * self.per_rank
         self.rows_here = max(0, min(self.count, self.first + self.per_rank) - self.first)
-        self.state = GradientState.LOCAL
-        self.used = [False]  # a gradient has come since the last update
-        self._arrived: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.ids = torch.empty(0, dtype=torch.int64)  # of the summed gradient, local numbers
-        self.gradient = torch.empty(0, self.width)
+        self.gradient = RowGradient(self, sent or dtype)
         self._leaves: list[Any] = []
         self._folder: Path | None = None  # of files on NVMe
 
@@ -176,7 +254,7 @@ class Table:
         rows = vector_of(ids.numel() * self.width, self.wire, self.group).view(-1, self.width)
         if torch.is_grad_enabled() and self.module.weight.requires_grad:
             rows.requires_grad_()
-            rows.register_post_accumulate_grad_hook(RowArrival(self._notify, self, ids))
+            rows.register_post_accumulate_grad_hook(RowArrival(self._notify, self.gradient, ids))
             self._leaves = [leaf for leaf in self._leaves if leaf() is not None] + [ref(rows)]
         return rows
 
@@ -204,77 +282,6 @@ class Table:
         """Return the rows of lookups whose graph still exists: leaves, which autograd can be asked about."""
         return [leaf for reference in self._leaves if (leaf := reference()) is not None]
 
-    # Backward.
-
-    def take(self, ids: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Take the gradient of rows ``ids``, ascending and without duplicates, from one lookup."""
-        assert self.state is GradientState.LOCAL, self
-        self.used = [True]
-        self._arrived.append((ids.to(gradient.device), gradient))
-
-    def local(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ascending row numbers and the sums of their gradients on this rank."""
-        device = self.mesh.device
-        if len(self._arrived) == 1:
-            ids, gradient = self._arrived[0]
-        else:
-            none = torch.empty(0, dtype=torch.int64, device=device), vector_of(0, self.wire, self.group)
-            every = self._arrived or [(none[0], none[1].view(0, self.width))]
-            ids, gradient = add_up([row_ids for row_ids, _ in every], [part for _, part in every])
-        self._arrived = []
-        # A sum that was made before is not rounded again; all ranks know of it.
-        return ids, gradient.to(torch.promote_types(self._sent, torch.float32) if self._reopened else self._sent)
-
-    def take_sum(self, parts: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
-        """Add up the gradients that all ranks have sent for the rows here, in the order of ranks."""
-        self.ids, self.gradient = add_up(parts, gradients)
-        self.state = GradientState.SUMMED
-
-    def values(self) -> torch.Tensor:
-        """Return the summed gradient of all rows here, shape (rows here x width,); zero where a row has none."""
-        dense = self.gradient.new_zeros(self.rows_here, self.width)
-        return dense.index_copy_(0, self.ids, self.gradient).view(-1)
-
-    def put(self, values: torch.Tensor) -> None:
-        """Let the summed gradient be these values, shape (rows here x width,).
-
-        Rows of zeros that have had no gradient still have none.
-        """
-        rows = values.view(self.rows_here, self.width)
-        present = rows.any(1)
-        present[self.ids] = True
-        self.ids = present.nonzero().flatten()
-        self.gradient, self.used = rows[self.ids].to(self.gradient.dtype), [True]
-
-    def count_once(self, mesh: Mesh) -> None:
-        """Turn the sum into a gradient of the first rank that has copies of the rows, to which more is added."""
-        if self.state is GradientState.SUMMED:
-            self._arrived = [(self.ids + self.first, self.gradient)] if mesh.replicate.rank == 0 else []
-            self.state, self._reopened = GradientState.LOCAL, True
-
-    def counted_values(self, mesh: Mesh, index: int | None = None) -> Iterator[torch.Tensor]:
-        """Yield the summed gradient, 1-D, on the first of the ranks that hold copies of the rows."""
-        if mesh.replicate.rank == mesh.group("tensor").rank == 0 and self.gradient.numel():
-            yield self.gradient.reshape(-1)
-
-    def not_finite(self) -> str | None:
-        """Name the weight if its gradient has a value that is not finite; None if it has none."""
-        return None if bool(self.gradient.isfinite().all()) else f"{self.name}.weight"
-
-    def scale(self, factor: float, index: int | None = None) -> None:
-        """Multiply the gradient by ``factor``."""
-        self._arrived = [(ids, gradient * factor) for ids, gradient in self._arrived]
-        self.gradient = self.gradient * factor
-
-    def mark_used(self, used: Sequence[bool]) -> None:
-        """Set whether any rank has had a gradient since the last update."""
-        self.used = list(used)
-
-    def reset(self, keeps_memory: bool = True) -> None:
-        """Forget the gradient."""
-        self._arrived, self.state, self.used, self._reopened = [], GradientState.LOCAL, [False], False
-        self.ids, self.gradient = self.ids[:0], self.gradient[:0]
-
     # Update.
 
     def take_changes(self) -> None:
@@ -297,14 +304,14 @@ class Table:
         chosen, dtype = RULES[rule], self.flat.master.dtype
         self._bind(chosen.states, options, state)
         state["step"] = state["step"] + 1
-        gradient = self.gradient.to(self.rows.place, dtype)
+        gradient = self.gradient.summed.to(self.rows.place, dtype)
         gradient = -gradient if options.get("maximize") else gradient
         number, settings = int(state["step"]), {**chosen.defaults, **options}
 
         def change(copies: list[torch.Tensor]) -> None:
             chosen.update(copies[0], gradient, copies[1:], number, settings)
 
-        self.rows.change(self.ids, change)
+        self.rows.change(self.gradient.ids, change)
 
     def _bind(self, states: tuple[RowState, ...], options: Options, state: dict[str, Any]) -> None:
         """Use the optimizer's states of these rows as planes; make those that are missing."""

@@ -104,12 +104,12 @@ class Tables:
     def complete(self) -> None:
         """Sum the gradients over the ranks, each row to the rank that has it. Collective, once between updates."""
         self.lookups.finish()
-        tables = [table for table in self.every if table.state is GradientState.LOCAL]
+        tables = [table for table in self.every if table.gradient.state is GradientState.LOCAL]
         if not tables:
             return
         group, rank = self._mesh.shard, self._mesh.shard.rank
         with span("reduce", "tables"):
-            local_sums = [table.local() for table in tables]
+            local_sums = [table.gradient.local() for table in tables]
             requests = [
                 RowRequest(table.name, place, ids, table.per_rank)
                 for place, (table, (ids, _)) in enumerate(zip(tables, local_sums, strict=True))
@@ -137,7 +137,7 @@ class Tables:
             swap(group, ROWS_TAG, sends, receives, "table_gradients")
             parts = [receives[peer].split(sizes[peer]) for peer in range(group.size)]
             for index, table in enumerate(tables):
-                table.take_sum(route.of(index), [part[index].view(-1, table.width) for part in parts])
+                table.gradient.take_sum(route.of(index), [part[index].view(-1, table.width) for part in parts])
             self._sum_copies(tables)
 
     def _sum_copies(self, tables: Sequence[Table]) -> None:
@@ -147,12 +147,13 @@ class Tables:
         if group.size == 1:
             return
         for table in tables:
-            table.take_sum(from_all(group, COPIES_TAG, table.ids), from_all(group, COPIES_TAG, table.gradient))
+            gradient = table.gradient
+            gradient.take_sum(from_all(group, COPIES_TAG, gradient.ids), from_all(group, COPIES_TAG, gradient.summed))
 
     def scale(self, factor: float) -> None:
         """Multiply the summed gradients."""
         for table in self.every if factor != 1.0 else ():
-            table.scale(factor)
+            table.gradient.scale(factor)
 
     # Update.
 
@@ -161,7 +162,7 @@ class Tables:
         self.lookups.finish()
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for table in self.every:
-            for _, _, piece in table.flat.pieces if any(table.used) else ():
+            for _, _, piece in table.flat.pieces if any(table.gradient.used) else ():
                 group = groups.get(id(piece.parameter))
                 if group is not None:
                     rule = rule_of(optimizer, group, table.name)
