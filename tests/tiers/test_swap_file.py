@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from zeromesh.shard.store import swap_file
-from zeromesh.shard.store.bandwidth import measure_bandwidth
+from zeromesh.shard.store.file_blocks import measure_bandwidth
 from zeromesh.shard.store.nvme import FileStore, checksum
 from zeromesh.shard.store.swap_file import ALIGNMENT, SwapFile, sweep
 

@@ -26,7 +26,7 @@ from zeromesh.engine.observe.resource_bounds import COMPUTE, DISK, HOST, LINK, N
 from zeromesh.shard import sizes
 from zeromesh.shard.accounting import allocations
 from zeromesh.shard.sharded import ShardedModel
-from zeromesh.shard.store.bandwidth import measure_bandwidth
+from zeromesh.shard.store.file_blocks import measure_bandwidth
 from zeromesh.shard.store.link import Link
 from zeromesh.shard.store.memory import empty_on
 
