@@ -115,7 +115,7 @@ class ShardedModel:
         self.events = Events(
             self.units, self._order, self.residency, self.reducer, mesh, self.accumulation, self.tables.lookups.finish
         )
-        self.tables.place(materialise, mixed, self.events.backward.gradient_arrived, self.store.recall)
+        self.tables.place(materialise, mixed, self.events.backward.gradient_arrived, self.store)
         settle = self.events.backward.drop_failed
         self.grads = Grads(of_units, self.names, self.reducer, self.accumulation, mesh, settle, self.early)
         self.grads.install()

@@ -21,9 +21,8 @@ from zeromesh.shard.optim.host import count_states, states_of
 from zeromesh.shard.parameters.flat import Flat
 from zeromesh.shard.store.budget import NEXT, PARTS, MemoryBudget, Prepare, require_host_memory
 from zeromesh.shard.store.nvme import Disk
-from zeromesh.shard.store.stored import Stored
 from zeromesh.shard.store.stores import StorePlace
-from zeromesh.shard.store.swap import StateForm, Swap
+from zeromesh.shard.store.swap import StateForm, Stored, Swap
 from zeromesh.shard.store.tiers import Tiers
 
 if TYPE_CHECKING:

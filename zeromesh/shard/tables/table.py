@@ -17,7 +17,7 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.layout import Layout, Segment
 from zeromesh.shard.parameters.deferred import Source
 from zeromesh.shard.parameters.flat import Flat
-from zeromesh.shard.store.window import StateWindow, whole_window
+from zeromesh.shard.store.tiers import Tiers
 from zeromesh.shard.tables.row_exchange import COPIES_TAG, from_all, swap, vector_of
 from zeromesh.shard.tables.row_memory import RowMemory, plane_on
 from zeromesh.shard.tables.row_rules import RULES, Options, RowState
@@ -181,12 +181,9 @@ class Table:
 
     def place(
         self, materialise: Callable[[str, nn.Parameter], Source | None] | None, hot: int | None,
-        recall: Callable[[], None],
+        store: Tiers,
     ) -> None:  # fmt: skip
-        """Take this rank's rows of the parameter into memory; the parameter keeps its shape only.
-
-        ``recall`` brings back what ``engine.offload_states`` has put aside.
-        """
+        """Take this rank's rows of the parameter into memory; the parameter keeps its shape only."""
         flat, segment, plane = self.flat, self.flat.layout.segments[0], self._plane
         weight = flat.parameters[0]
         unmade = weight.is_meta
@@ -199,9 +196,10 @@ class Table:
             if value.numel() != stop - start:
                 raise ValueError(f"{source} gives {value.numel()} of the {stop - start} elements of {segment.name}")
             plane[: self.rows_here].view(-1).copy_(value)
-        flat.hold_rows(plane.view(-1), self.rows_here * self.width, Settled(self, recall))
+        flat.hold_rows(plane.view(-1), self.rows_here * self.width, store)
         cached = self.mesh.device.type != "cpu" or flat.parameter_tier is Tier.NVME
         self.rows = RowMemory(plane, self.mesh.device, hot if cached else None)
+        store.write_back(flat, self.rows.settle)
 
     def _take_first_ranks(self, value: torch.Tensor, plane: torch.Tensor, unmade: bool) -> None:
         """Copy this rank's rows of the first rank's value into ``plane``. Collective.
@@ -341,29 +339,6 @@ class Table:
         if [plane.data_ptr() for plane in planes] != [plane.data_ptr() for plane in self.rows.planes]:
             self.rows.settle(forget=True)
             self.rows.replace(planes)
-
-
-class Settled:
-    """Storage of a table's flat buffer: it writes the cache back before others read or write the rows."""
-
-    def __init__(self, table: Table, recall: Callable[[], None]) -> None:
-        self._table, self._recall = table, recall
-
-    def load_states(self, flat: Flat, write: bool = False, read: bool = True) -> None:
-        """Write the cache back, so that rows and states are where they rest."""
-        self._recall()
-        self._table.rows.settle(forget=write)
-
-    load_shard = load_states
-
-    def windows(self, flat: Flat, write: bool = False, read: bool = True) -> Iterator[StateWindow]:
-        """Yield all rows as one window."""
-        self.load_states(flat, write, read)
-        yield whole_window(flat)
-
-    def form(self, flat: Flat) -> tuple[bool, bool]:
-        """Return (False, False): states are always in memory, and masters are whole."""
-        return False, False
 
 
 def add_up(ids: list[torch.Tensor], gradients: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

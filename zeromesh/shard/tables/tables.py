@@ -22,6 +22,7 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.parameters.absent_guard import Guard, Presence, change_class, unloaded_class
 from zeromesh.shard.parameters.deferred import Source
 from zeromesh.shard.parameters.flat import Flat
+from zeromesh.shard.store.tiers import Tiers
 from zeromesh.shard.tables.lookups import Lookups, TableCall
 from zeromesh.shard.tables.row_exchange import COPIES_TAG, ROWS_TAG, RowRequest, ask, from_all, swap, vector_of
 from zeromesh.shard.tables.row_rules import rule_of
@@ -68,7 +69,7 @@ class Tables:
 
     def place(
         self, materialise: Callable[[str, nn.Parameter], Source | None] | None, mixed: bool, arrived: Arrived,
-        recall: Callable[[], None],
+        store: Tiers,
     ) -> None:  # fmt: skip
         """Place all rows, and replace the modules' forwards. Collective; see ``Table.place`` and ``Table.spread``."""
         # Stages of a pipeline without tables take part in the agreement.
@@ -85,7 +86,7 @@ class Tables:
         # Together, as a rank without room would leave the others waiting for its rows.
         agree_run(self._mesh.group("world"), "make room for its tables", make_room)
         for table in self.every:
-            table.place(materialise, self._settings.hot, recall)
+            table.place(materialise, self._settings.hot, store)
             table.spread(forward_of(table.module, self.lookups, table), arrived)
 
     def guard(self, base: type[nn.Parameter], names: Mapping[int, str]) -> None:
