@@ -34,7 +34,7 @@ import torch
 from bench import ROOT, commit, free_name, machine, positive
 from page import lines_of, link
 from zeromesh.shard.store import nvme
-from zeromesh.shard.store.direct_buffers import Buffer
+from zeromesh.shard.store.memory import Buffer
 from zeromesh.shard.store.nvme import MIB, FileStore
 from zeromesh.shard.store.swap_file import SwapFile
 

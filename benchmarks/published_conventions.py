@@ -9,8 +9,16 @@ from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
 from zeromesh.apps.plan.predict.conventions import ActivationRule, Convention
 from zeromesh.base.placement import Placement, Tier
 from zeromesh.comm.ordered_sums import SumPlace
-from zeromesh.shard.gradients.gradient_pools import bytes_of, largest
-from zeromesh.shard.sizes import RankStates, Resting, UnitElements, Widths, add_size, place_frozen
+from zeromesh.shard.sizes import (
+    RankStates,
+    Resting,
+    UnitElements,
+    Widths,
+    add_size,
+    bytes_of,
+    largest,
+    place_frozen,
+)
 
 MIB = 2.0**20
 

@@ -227,18 +227,13 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     if is_elsewhere(param):
         return None
     engine, part, flat, index = _find(param)
-    gradient = flat.gradient
-    if (gradient is None and not isinstance(part, Table)) or not engine.sharded.reducer.begun:
+    gradient = part.gradient if isinstance(part, Table) else flat.gradient
+    if gradient is None or not engine.sharded.reducer.begun:
         return None
     complete_together(engine.sharded.reducer, engine.mesh)
-    is_used, shard = False, None
-    if isinstance(part, Table):
-        is_used, shard = part.used, part.dense_gradient()
-    elif gradient is not None:
-        is_used, shard = gradient.used[index], gradient.shard
-    factor = engine.gradient_factor
+    shard, factor = gradient.values(), engine.gradient_factor
     # Another rank may have used a parameter that this one did not: all return a gradient, or none.
-    used = torch.tensor([float(is_used)], dtype=torch.float64)
+    used = torch.tensor([float(gradient.used[index])], dtype=torch.float64)
     if not bool(engine.mesh.group("stage").exchange(used).any()) or shard is None:
         return None
     return _whole(param, lambda flat, local, piece: shard[local].to(flat.master.dtype) * factor)
@@ -346,28 +341,22 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     if is_elsewhere(param):
         return
     engine, part, flat, index = _find(param)
-    gradient, rows = flat.gradient, None
-    if gradient is not None or isinstance(part, Table):
+    gradient, values = part.gradient if isinstance(part, Table) else flat.gradient, None
+    if gradient is not None:
         if not engine.sharded.reducer.begun:
             raise RuntimeError("there is no gradient to change; call this between backward and step")
         complete_together(engine.sharded.reducer, engine.mesh)
-    if isinstance(part, Table):
-        rows = part.dense_gradient()
-    elif gradient is not None:
         # Or the update would skip a parameter that no forward has used.
-        gradient.used[index] = True
+        gradient.used[index], values = True, gradient.values()
 
     def pick(flat: Flat, local: slice, piece: Piece) -> torch.Tensor:
-        if rows is not None:
-            return rows[local]
-        assert flat.gradient is not None
-        assert flat.gradient.shard is not None
-        return flat.gradient.shard[local]
+        assert values is not None
+        return values[local]
 
     # Sums are kept, of which the update takes the mean.
     _set(param, value / engine.gradient_factor, pick)
-    if isinstance(part, Table) and rows is not None:
-        part.put(rows)
+    if isinstance(part, Table) and values is not None:
+        part.gradient.put(values)
 
 
 def safe_update_full_grad_vectorized(

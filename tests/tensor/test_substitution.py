@@ -260,7 +260,7 @@ LOOKS = {
     "apps/plan/cost/packed.py": "counts bytes",
     "parallel/context/torch_attention.py": "refuses",
     "shard/tables/find_tables.py": "asks",
-    "shard/tables/lookup.py": "is given tables",
+    "shard/tables/tables.py": "is given tables",
     "base/tiled.py": "asks",
     "parallel/tensor/float8_layers.py": "asks",
     "parallel/tensor/derive.py": "asks",

@@ -16,9 +16,9 @@ from late_copies import LateStreams
 from models import Stack
 from zeromesh.comm.collectives import Pending
 from zeromesh.shard import sharded
-from zeromesh.shard.gradients import arrivals, gradient_memory
-from zeromesh.shard.gradients.arrivals import HostSums
-from zeromesh.shard.gradients.gradient import Gradient
+from zeromesh.shard.gradients import gradient_memory
+from zeromesh.shard.gradients.gradient import Arrival, Gradient
+from zeromesh.shard.gradients.gradient_memory import HostSums
 from zeromesh.shard.parameters import flat
 from zeromesh.shard.parameters.flat import Flat
 from zeromesh.shard.parameters.slots import Pool, Slot
@@ -212,7 +212,7 @@ def test_the_host_waits_for_no_copy_but_for_memory_to_add_the_next_sums(name: st
         assert copies >= units
         assert more >= units
         assert first == 0
-        assert second == 2 * (units - arrivals.ARRIVALS)  # for a sum, and for the one before that it is added to
+        assert second == 2 * (units - gradient_memory.ARRIVALS)  # for a sum, and for the one before that it is added to
 
 
 def test_a_sum_is_added_after_those_that_came_before_it() -> None:
@@ -220,7 +220,7 @@ def test_a_sum_is_added_after_those_that_came_before_it() -> None:
     link, sums, before = Link(torch.device("cpu"), streams), [torch.full((3,), 2.0**n) for n in range(3)], None
     for number, total in enumerate(sums):
         landing = torch.empty(3)
-        before = arrivals.Arrival(link.to_host(landing, total), landing, shard, number > 0, before)
+        before = Arrival(link.to_host(landing, total), landing, shard, number > 0, before)
     before.wait()
     before.wait()
     assert shard.tolist() == [7.0, 7.0, 7.0]

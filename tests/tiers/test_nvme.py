@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from zeromesh.shard.store.blocks import stream
-from zeromesh.shard.store.direct_buffers import Buffer, Buffers
+from zeromesh.shard.store.file_blocks import stream
+from zeromesh.shard.store.memory import Buffer, Buffers
 from zeromesh.shard.store.nvme import FileStore, Region
 from zeromesh.shard.store.swap_file import ALIGNMENT, aligned
 

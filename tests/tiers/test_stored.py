@@ -18,8 +18,8 @@ from test_swap import PRECISIONS, assert_equal, places, require_files_to_be_need
 from test_tiers import Net, in_stages, start, update
 from zeromesh import zero
 from zeromesh.shard.store import swap_file
+from zeromesh.shard.store.file_blocks import FileBlocks
 from zeromesh.shard.store.nvme import FileStore
-from zeromesh.shard.store.stored import Stored
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the NVMe tier needs Linux")
 
@@ -157,19 +157,20 @@ def test_weights_are_read_from_a_checkpoint_straight_into_the_file(tmp_path: Pat
     engine = start_engine(model, micro=1, bf16=True, zero=places(tmp_path, "nvme", "nvme"), optimizer={"type": "AdamW"})
     state = engine.gathered_state_dict()
     assert all(torch.equal(state[name], value) for name, value in weights.items())
-    assert engine.sharded.stored.traffic().bytes_written <= engine.sharded.stored.nbytes
+    blocks = engine.sharded.stored.blocks
+    assert blocks.traffic().bytes_written <= blocks.nbytes
     engine.destroy()
 
 
 def watch_reads(patch: pytest.MonkeyPatch) -> list[bool]:
     seen: list[bool] = []
-    real = Stored._take
+    real = FileBlocks.take
 
-    def take(self: Stored, flat: Any, read: bool) -> Any:
-        seen.extend([flat in self._reading] * read)
-        return real(self, flat, read)
+    def take(self: FileBlocks, key: Any, read: bool) -> Any:
+        seen.extend([key in self._reading] * read)
+        return real(self, key, read)
 
-    patch.setattr(Stored, "_take", take)
+    patch.setattr(FileBlocks, "take", take)
     return seen
 
 
@@ -184,9 +185,8 @@ def test_units_are_read_once_for_each_fetch_and_begun_before_they_are_needed(tmp
 
     monkeypatch.setattr(FileStore, "write", write_at_once)
     engine = start(places(tmp_path, "nvme", "nvme", buffers=3), depth=6)
-    stored = engine.sharded.stored
-    assert stored is not None
-    (size,) = {path.stat().st_size for path in tmp_path.iterdir()} - {engine.sharded.swap.nbytes}
+    stored = engine.sharded.stored.blocks
+    (size,) = {path.stat().st_size for path in tmp_path.iterdir()} - {engine.sharded.swap.blocks.nbytes}
     unit = (size - 32 * 480 * 2) / 6
 
     def read_so_far() -> int:
@@ -214,17 +214,18 @@ def test_frozen_parameters_are_written_only_if_they_changed(tmp_path: Path) -> N
         model, micro=1, zero=places(tmp_path, "nvme", "none", buffers=2), optimizer=adamw(1e-3), units=["Block"]
     )
     stored, embed = engine.sharded.stored, 32 * 480 * 4
-    block = (stored.nbytes - embed) / 4
+    blocks = stored.blocks
+    block = (blocks.nbytes - embed) / 4
 
     def written() -> int:
         engine.sharded.rest()
         stored.read_ahead([])
-        while stored._behind:
-            stored._finish_write()
-        return stored.traffic().bytes_written
+        while blocks._behind:
+            blocks._finish_write()
+        return blocks.traffic().bytes_written
 
     before = written()
-    assert before == stored.nbytes
+    assert before == blocks.nbytes
     update(engine, 0)
     assert written() - before == embed
     with zero.GatheredParameters([model.blocks[2].up.weight], modifier_rank=0):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from zeromesh.shard.store import swap_file
-from zeromesh.shard.store.bandwidth import measure_bandwidth
+from zeromesh.shard.store.file_blocks import measure_bandwidth
 from zeromesh.shard.store.nvme import FileStore, checksum
 from zeromesh.shard.store.swap_file import ALIGNMENT, SwapFile, sweep
 
@@ -54,7 +54,7 @@ def test_space_that_cannot_be_reserved_is_said(tmp_path: Path, monkeypatch: pyte
 PROCESSES = """
 import os, sys, time
 from zeromesh.shard.store.nvme import FileStore, checksum
-from zeromesh.shard.store.direct_buffers import Buffer
+from zeromesh.shard.store.memory import Buffer
 
 def say(*words):
     # A line at once, which no other process's cuts in two.

@@ -215,8 +215,8 @@ def local_norm() -> Any:
     """Count the squares of this rank alone, as often as there are ranks."""
     plain = sharded.squared_norm
 
-    def changed(gradients: Any, mesh: Mesh, others: Any = ()) -> Any:
-        return plain(gradients, mesh, others) * (mesh.rank == 0) * mesh.world_size
+    def changed(gradients: Any, mesh: Mesh) -> Any:
+        return plain(gradients, mesh) * (mesh.rank == 0) * mesh.world_size
 
     return patch.object(sharded, "squared_norm", changed)
 

@@ -24,6 +24,11 @@ class Tier(enum.Enum):
     HOST = "host"
     NVME = "nvme"
 
+    @property
+    def in_blocks(self) -> bool:
+        """True if states are in memory only while they are used; a store of ``shard/store/stores.py`` has them."""
+        return self not in (Tier.DEVICE, Tier.HOST)
+
 
 @dataclass(frozen=True)
 class PlacementRow:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zeromesh")
 
-TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}  # by DeepSpeed's names
+TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST} | {tier.value: tier for tier in Tier if tier.in_blocks}
 
 
 class Settings(Section):

@@ -51,7 +51,7 @@ def row_name(row: PlacementRow) -> str:
     """Return a row's name for people, such as ``ZeRO-3, optimizer on host``."""
     name = f"ZeRO-{stage_of(row)}"
     optimizer, parameter = row.optimizer_tier, row.parameter_tier
-    words = {Tier.HOST: "host", Tier.NVME: "NVMe"}
+    words = {tier: tier.value for tier in Tier} | {Tier.NVME: "NVMe"}
     if optimizer is Tier.DEVICE and parameter is Tier.DEVICE:
         return name
     share = f"{row.offloaded:.0%} of " if row.offloaded < 1 and optimizer is not Tier.DEVICE else ""

@@ -75,7 +75,7 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """Return this rank's part of the summed gradient of a parameter's flat buffer; of a table, a copy of all rows."""
     part, flat, _ = zero.place_of(parameter)
     if isinstance(part, Table):
-        return part.dense_gradient()
+        return part.gradient.values()
     return None if flat.gradient is None else flat.gradient.shard
 
 
@@ -199,7 +199,7 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     pick = lambda flat, local, piece: None if shard is None else shard[local]  # noqa: E731
     _set_local(param, value / engine.gradient_factor, pick)
     if isinstance(part, Table) and shard is not None:
-        part.put(shard)
+        part.gradient.put(shard)
     elif flat.gradient is not None:
         flat.gradient.used[index] = True
 

@@ -31,7 +31,7 @@ from zeromesh.engine import owners
 from zeromesh.shard.parameters.absent_guard import is_unloaded
 from zeromesh.shard.parameters.deferred import is_deferred, replayed
 from zeromesh.shard.parameters.materialise import replace
-from zeromesh.shard.parameters.unit import State
+from zeromesh.shard.parameters.unit import State, Unit
 from zeromesh.shard.sharded import ShardedModel
 
 _NUMBERS: Any = WeakIdKeyDictionary()  # ``ds_id``, given when it is first asked for
@@ -145,7 +145,7 @@ def _status(parameter: nn.Parameter) -> ZeroParamStatus:
     if owners.engine_of(parameter) is None:
         return _BUILT[parameter]  # type: ignore[no-any-return]
     unit = zero.place_of(parameter)[0]
-    if unit.state is State.FETCHING:
+    if isinstance(unit, Unit) and unit.state is State.FETCHING:
         return ZeroParamStatus.INFLIGHT
     # A unit that was read ahead of its use may be evicted before anybody looks: it counts as not there.
     return ZeroParamStatus.NOT_AVAILABLE if is_unloaded(parameter) else ZeroParamStatus.AVAILABLE

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import torch
 
 from zeromesh.base.kernels.sums import checksum
-from zeromesh.base.placement import Tier
 from zeromesh.comm.agreement import texts
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.peers import named
@@ -114,7 +113,7 @@ def _kept(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
         for index, start, stop in flat.layout.owned(flat.own.start, flat.own.stop):
             name, local = flat.layout.segments[index].name, slice(start - flat.own.start, stop - flat.own.start)
             # Files have checksums of their own; a split parameter is a half of its master.
-            if flat.parameter_tier is not Tier.NVME and not flat.splits:
+            if not flat.parameter_tier.in_blocks and not flat.splits:
                 yield _kind(flat) + name, flat.shard[local]
             if flat.layout.trainable and flat.master is not flat.shard and not flat.keeps_states:
                 yield f"the master of {name}", flat.master[local]

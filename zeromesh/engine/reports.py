@@ -26,7 +26,7 @@ from zeromesh.engine.observe.resource_bounds import COMPUTE, DISK, HOST, LINK, N
 from zeromesh.shard import sizes
 from zeromesh.shard.accounting import allocations
 from zeromesh.shard.sharded import ShardedModel
-from zeromesh.shard.store.bandwidth import measure_bandwidth
+from zeromesh.shard.store.file_blocks import measure_bandwidth
 from zeromesh.shard.store.link import Link
 from zeromesh.shard.store.memory import empty_on
 
@@ -95,7 +95,7 @@ def _optimizer_state(sharded: ShardedModel, optimizer: Optimizer | None) -> Iter
             # States of the parameter's shape may be kept with the master, and are counted with it.
             if isinstance(value, torch.Tensor) and not (flat.keeps_states and value.ndim):
                 # Numbers such as the step stay on the host where the tensors rest on NVMe, as those of tables do.
-                in_files = flat.optimizer_tier is Tier.NVME and not (value.ndim and flat in sharded.tables.flats)
+                in_files = flat.optimizer_tier.in_blocks and not (value.ndim and flat in sharded.tables.flats)
                 yield "optimizer", (Tier.HOST if in_files else flat.optimizer_tier).value, value.nbytes
 
 

@@ -13,18 +13,18 @@ def allocations(sharded: ShardedModel) -> Iterator[tuple[str, str, int]]:
     """Yield (state, tier, bytes) of what the model's states take at the most."""
     for flat in sharded.flats:
         rest, tier = (flat.shard, flat.parameter_tier) if flat.sharded else (flat.full, Tier.DEVICE)
-        if tier is not Tier.NVME or flat in sharded.tables.flats:
+        if not tier.in_blocks or flat in sharded.tables.flats:
             yield "optimizer" if rest.dtype != flat.layout.dtype else "parameter", tier.value, rest.nbytes
         if flat.master is not flat.shard and not flat.keeps_states:
             yield "optimizer", flat.optimizer_tier.value, flat.master.nbytes
     yield "slot", "device", sum(table.rows.nbytes for table in sharded.tables)
     if (swap := sharded.store.swap) is not None:
-        yield "optimizer", swap.tier.value, swap.nbytes
+        yield "optimizer", swap.tier.value, swap.blocks.nbytes
         yield "slot", "host", swap.host_bytes
     yield "slot", "host", sharded.early.nbytes
     if (stored := sharded.store.stored) is not None:
-        yield "parameter", "nvme", stored.nbytes
-        yield "slot", "host", stored.host_bytes
+        yield "parameter", stored.tier.value, stored.blocks.nbytes
+        yield "slot", "host", stored.blocks.host_bytes
     reducer = sharded.reducer
     for tier, size in reducer.memory.shard_bytes.items():
         yield "gradient", tier.value, size

@@ -67,6 +67,11 @@ class Layout:
         return self.size // self.shards
 
     @property
+    def shard_bytes(self) -> int:
+        """Bytes that each rank owns."""
+        return self.shard_size * self.dtype.itemsize
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the full buffer."""
         return self.size * self.dtype.itemsize

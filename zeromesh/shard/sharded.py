@@ -92,12 +92,12 @@ class ShardedModel:
         gradients = [flat.gradient for flat in self.flats if flat.gradient]
         self.reducer = Reducer(gradients, policy, mesh, self.accumulation.steps > 1, self.link, self.tables)
         early = [flat for flat in of_units if can_begin_early(flat, mesh)]
-        in_memory = [flat for flat in self.tables.flats if flat.parameter_tier is not Tier.NVME]
+        in_memory = [flat for flat in self.tables.flats if not flat.parameter_tier.in_blocks]
         budget = MemoryBudget.of([*of_units, *in_memory], row, mixed, self.reducer.memory.shard_bytes[Tier.HOST], early)
         self.store = Tiers() if prepare is None else prepare(budget)
         self.swap, self.stored = self.store.swap, self.store.stored
-        assert self.swap is not None or not (budget.files or budget.packed), "states without a place for them"
-        assert self.stored is not None or not budget.stored, "a tier of files without a place for them"
+        assert self.swap is not None or not budget.blocks, "states without a place for them"
+        assert self.stored is not None or not budget.stored, "parameters without a place for them"
         for unit, flats, its_row in laid_out:
             unit.place(flats, its_row, mesh, mixed, materialise, self.link, self.store)
         self.early = EarlyUpdates(self.store, mesh, self.link, row.pinned)
@@ -115,7 +115,7 @@ class ShardedModel:
         self.events = Events(
             self.units, self._order, self.residency, self.reducer, mesh, self.accumulation, self.tables.lookups.finish
         )
-        self.tables.place(materialise, mixed, self.events.backward.gradient_arrived, self.store.recall)
+        self.tables.place(materialise, mixed, self.events.backward.gradient_arrived, self.store)
         settle = self.events.backward.drop_failed
         self.grads = Grads(of_units, self.names, self.reducer, self.accumulation, mesh, settle, self.early)
         self.grads.install()
@@ -156,9 +156,8 @@ class ShardedModel:
     def take_changes(self) -> None:
         """Take what others wrote to the parameters since the last time; see ``Flat.take_changes``."""
         self._finish_fetches()  # what is on its way would land upon what was written
-        for unit in self.units:
-            unit.take_changes()
-        self.tables.take_changes()
+        for part in self.parts:
+            part.take_changes()
         for flat in self.flats:
             for parameter, segment in zip(flat.parameters, flat.layout.segments, strict=True):
                 if not flat.layout.trainable and parameter.requires_grad:
@@ -220,7 +219,7 @@ class ShardedModel:
             # One message carries the norm, the notes, and all that ranks have to agree on: gradients that arrived,
             # also those that were late, buffers that changed, the order of use.
             with span("norm"):
-                squared = squared_norm(self.reducer.gradients, self.mesh, self.tables.summed()).cpu()
+                squared = squared_norm(self.reducer.sums, self.mesh).cpu()
             with span("agree"):
                 rows = self.mesh.group("world").exchange(torch.cat([squared, vector]))
             squares, are_late, all_notes, all_flags = rows.split([1, 1, len(notes), self._most_flags], dim=1)
@@ -229,9 +228,8 @@ class ShardedModel:
             if not bool(are_late.any()):
                 break
             self.reducer.add_late(late)
-        for gradient in self.reducer.gradients:
+        for gradient in self.reducer.sums:
             gradient.mark_used([bool(next(agreed)) for _ in gradient.used])
-        self.tables.mark_used([bool(next(agreed)) for _ in self.tables.used()])
         self.buffers.share([bool(next(agreed)) for _ in self.buffers.changed()])
         self._order.agree([next(agreed) for _ in self._order.report()])
         return Agreement(float(squares.sum().sqrt()), all_notes)
@@ -239,23 +237,14 @@ class ShardedModel:
     def _flags(self) -> list[float]:
         """Return notes for ranks that hold the same part of the model; the largest value counts."""
         late = [float(flag) for flag in late_of(self.reducer)]
-        used = [float(flag) for gradient in self.reducer.gradients for flag in gradient.used]
+        used = [float(flag) for gradient in self.reducer.sums for flag in gradient.used]
         changed = [float(flag) for flag in self.buffers.changed()]
-        return [*late, *used, *map(float, self.tables.used()), *changed, *self._order.report()]
+        return [*late, *used, *changed, *self._order.report()]
 
     def first_not_finite(self) -> str:
         """Name a parameter with a gradient that is not finite on this rank, as the end of a sentence; may be empty."""
-        for table in self.tables:
-            if not bool(table.gradient.isfinite().all()):
-                return f"; the first parameter concerned on rank {self.mesh.rank} is {table.name}.weight"
-        for flat in self.flats:
-            gradient = flat.gradient
-            if gradient is None or gradient.shard is None or bool(gradient.shard.isfinite().all()):
-                continue
-            for _, local, piece in flat.pieces:
-                if not bool(gradient.shard[local].isfinite().all()):
-                    return f"; the first parameter concerned on rank {self.mesh.rank} is {piece.name}"
-        return ""
+        name = next(filter(None, (gradient.not_finite() for gradient in self.reducer.sums)), None)
+        return "" if name is None else f"; the first parameter concerned on rank {self.mesh.rank} is {name}"
 
     def set_gradients(self, factor: float, later: HostUpdate | None, flats: Sequence[Flat]) -> None:
         """Multiply gradients by ``factor`` and hand them to the pieces; None where no rank had one."""

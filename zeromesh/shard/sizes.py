@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from zeromesh.base.placement import ROWS, Placement, PlacementRow, Tier, offloaded_units
 from zeromesh.comm.ordered_sums import SumPlace
-from zeromesh.shard.gradients.gradient_pools import PoolRules, bytes_of, full_gradient, gradient_pools, largest
 from zeromesh.shard.layout import padded, round_up
 from zeromesh.shard.store import swap_file
 
@@ -110,7 +109,7 @@ class Sharing(NamedTuple):
 
 def is_apart(parameter: Tier, optimizer: Tier) -> bool:
     """Return whether masters are other memory than parameters because of the tiers where both rest."""
-    return parameter is Tier.NVME or optimizer is not parameter
+    return parameter.in_blocks or optimizer is not parameter
 
 
 def rests_in_master(parameter: Tier, optimizer: Tier) -> bool:
@@ -306,3 +305,102 @@ def table_sizes(
             cached = min(rows, max(placed.cached, table.used))
             add_size(resting, "slot", Tier.DEVICE, cached * (table.width + states) * number)
     return resting
+
+
+# Widths and pools of full gradients: the engine allocates by them, and the planner counts.
+
+Sizes = list[tuple[float, int]]
+"""Bytes of a buffer, and the number of such buffers."""
+
+
+class FullGradient(NamedTuple):
+    """Bytes of what the reduction of a unit's gradient needs; ``number`` units are alike."""
+
+    full: float  # the gradient of the whole unit, as it is summed
+    adopted: bool  # it stays where autograd left it
+    wire: float  # a copy in the dtype that is sent; 0 where that is the same
+    receive: float  # other ranks' parts
+    landing: float  # a sum on its way to the host; 0 where it stays on the device
+    number: int = 1
+
+
+def full_gradient(
+    elements: tuple[float, float, float], widths: tuple[int, int, int], converts: bool, lands: bool, adopted: bool,
+    number: int = 1,
+) -> FullGradient:  # fmt: skip
+    """Return the bytes of a gradient, of elements of the unit, of a shard and of parts that are received."""
+    (full, shard, received), (width, wire, shard_width) = elements, widths  # the widths: whole, sent, and of sums
+    return FullGradient(
+        full * width,
+        adopted,
+        full * wire if converts else 0,
+        received * wire,
+        shard * shard_width if lands else 0,
+        number,
+    )
+
+
+@dataclass(frozen=True)
+class PoolRules:
+    """Placement of gradients, as far as pools depend on it."""
+
+    sharded: bool  # reduced after every micro-batch into a shard; else at the accumulation boundary
+    owned: bool  # each rank ends up with its shard of the sum only
+    accumulates: bool  # micro-batches are summed
+    slots: int | None = None  # full gradients at a time; None: two if they are sharded, else all
+
+    @property
+    def narrow(self) -> bool:
+        """True if full gradients are as narrow as what is sent, since nothing is added to them."""
+        return self.owned and (self.sharded or not self.accumulates)
+
+    def count(self, gradients: int) -> int:
+        """Return the number of full gradients that exist at a time, of so many in all."""
+        return self.slots or (2 if self.sharded else gradients)
+
+    def limit(self, gradients: int) -> int:
+        """Return the number of reductions under way at a time."""
+        return max(1, min(2, self.count(gradients) - 1))
+
+
+class GradientPools(NamedTuple):
+    """Buffers of each pool, and of gradients that stay where autograd left them."""
+
+    slots: Sizes
+    adopted: Sizes
+    wires: Sizes
+    receives: Sizes
+    landings: Sizes
+
+
+def gradient_pools(gradients: Iterable[FullGradient], rules: PoolRules) -> GradientPools:
+    """Return the buffers that are had at a time; in each pool the largest gradients fit at once."""
+    members = [*gradients]
+    number = sum(gradient.number for gradient in members)
+    count, limit = rules.count(number), rules.limit(number)
+    return GradientPools(
+        slots=largest(((each.full, each.number) for each in members if not each.adopted), count),
+        adopted=largest(
+            ((each.full, each.number) for each in members if each.adopted), limit if rules.sharded else number
+        ),
+        # A sum that is sent to all ranks stays in its buffer while the next ones are made.
+        wires=largest(((each.wire, each.number) for each in members), limit if rules.owned else limit + 1),
+        receives=largest(((each.receive, each.number) for each in members), limit),
+        landings=largest(((each.landing, each.number) for each in members), limit),
+    )
+
+
+def largest(sizes: Iterable[tuple[float, int]], count: int) -> Sizes:
+    """Return the ``count`` largest of the buffers, those without bytes left out."""
+    buffers = []
+    for size, number in sorted(sizes, reverse=True):
+        if count <= 0 or size <= 0:
+            break
+        buffers.append((size, min(number, count)))
+        count -= number
+    return buffers
+
+
+def bytes_of(sizes: Sizes) -> float:
+    """Return the bytes of all buffers."""
+    return sum(size * number for size, number in sizes)

@@ -16,7 +16,7 @@ from zeromesh.apps.plan.machine.measured import NodeFacts, measured_machine
 from zeromesh.apps.plan.machine.speed import measure_speeds
 from zeromesh.base.kernels.measure import best_seconds
 from zeromesh.comm.collectives import Group
-from zeromesh.shard.store.bandwidth import measure_bandwidth
+from zeromesh.shard.store.file_blocks import measure_bandwidth
 from zeromesh.shard.store.nvme import MIB
 
 DISK_BYTES = 32 * MIB

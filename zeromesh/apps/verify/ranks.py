@@ -135,8 +135,8 @@ class Comparison:
                 if piece.parameter.grad is not None:
                     self._gradients[piece.name] = piece.parameter.grad.detach().clone()
         for table in self._engine.sharded.tables:
-            if table.used:
-                self._gradients[f"{table.name}.weight"] = table.dense_gradient()
+            if any(table.gradient.used):
+                self._gradients[f"{table.name}.weight"] = table.gradient.values()
 
     def step(self, number: int) -> None:
         """Make one update, and compare it."""

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh.base.machine import memory
+from zeromesh.base.placement import Tier
 from zeromesh.comm.agreement import agree_success, catch
 from zeromesh.comm.mesh import Mesh
 from zeromesh.config.feature_sections import Aio
@@ -20,9 +21,8 @@ from zeromesh.shard.optim.host import count_states, states_of
 from zeromesh.shard.parameters.flat import Flat
 from zeromesh.shard.store.budget import NEXT, PARTS, MemoryBudget, Prepare, require_host_memory
 from zeromesh.shard.store.nvme import Disk
-from zeromesh.shard.store.stored import Stored
-from zeromesh.shard.store.stored import buffer_bytes as stored_buffer_bytes
-from zeromesh.shard.store.swap import StateForm, Swap, buffer_bytes
+from zeromesh.shard.store.stores import StorePlace
+from zeromesh.shard.store.swap import StateForm, Stored, Swap
 from zeromesh.shard.store.tiers import Tiers
 
 if TYPE_CHECKING:
@@ -38,40 +38,45 @@ USUAL_STATES = 2  # number of states of an optimizer that the kernel does not kn
 class Offload:
     """Offloaded states, before the model is laid out."""
 
-    disk: Disk | None  # where masters and optimizer states rest on NVMe; None where none do
-    stored: Disk | None  # where parameters do
+    states: StorePlace | None  # where masters and optimizer states rest in blocks; None where none do
+    stored: StorePlace | None  # where parameters do
     form: StateForm  # of masters and states that rest off the device
     limit: int | None  # bytes of host memory for all ranks of a node; None: what is available
     early: float | None  # share of states updated during the backward; None: all, where there is plenty of room
-    pinned: bool  # whether host memory for files is page-locked where there is a GPU
 
 
 def where_offloaded(settings: Resolved, optimizer: Optimizer | None) -> Offload:
     """Return the offload that the configuration asks for; raise ValueError if these states cannot rest there."""
-    zero, limit = settings.zero_optimization, settings.host_memory_limit
-    stored, early = _disk(zero.offload_param, settings), zero.early_share
-    form, pinned = StateForm(0, settings.row.split), zero.pins
-    disk = _disk(zero.offload_optimizer, settings)
+    zero, limit, row = settings.zero_optimization, settings.host_memory_limit, settings.row
+    stored, early = _place(row.parameter_tier, zero.offload_param, settings), zero.early_share
+    form = StateForm(0, row.split)
+    states = _place(row.optimizer_tier, zero.offload_optimizer, settings, split=form.split)
     if form.split:
         early = 0.0
         if optimizer is not None:
             states_of(optimizer, "states are to rest in fewer bytes", "leave offload_optimizer.split_master out")
     counted, failure = catch(lambda: count_states(optimizer))
     if counted is None:
-        if disk is not None and failure is not None:
+        if row.optimizer_tier.in_blocks and failure is not None:
             raise failure
         # Only the kernel updates early, and it does not know this optimizer.
-        return Offload(None, stored, StateForm(USUAL_STATES), limit, 0.0, pinned)
-    return Offload(disk, stored, replace(form, states=counted), limit, early, pinned)
+        return Offload(states, stored, StateForm(USUAL_STATES), limit, 0.0)
+    if states is not None and states.in_memory:
+        early = 0.0
+    return Offload(states, stored, replace(form, states=counted), limit, early)
 
 
-def _disk(chosen: OffloadOptimizer | OffloadParam | None, settings: Resolved) -> Disk | None:
-    """Return the disk of a section of the configuration; None if it names none."""
-    if chosen is None or chosen.device != "nvme":
+def _place(
+    tier: Tier, section: OffloadOptimizer | OffloadParam | None, settings: Resolved, split: bool = False
+) -> StorePlace | None:
+    """Return the place of states in blocks, as a section of the configuration describes it; None if none are."""
+    if section is None or not (tier.in_blocks or (split and tier is Tier.HOST)):
         return None
-    assert chosen.nvme_path is not None
-    access, buffers = settings.aio or Aio(), max(1, chosen.buffer_count)
-    return Disk(Path(chosen.nvme_path), buffers, access.block_size, access.queue_depth)
+    disk = None
+    if section.nvme_path is not None:
+        access, buffers = settings.aio or Aio(), max(1, section.buffer_count)
+        disk = Disk(Path(section.nvme_path), buffers, access.block_size, access.queue_depth)
+    return StorePlace(tier, disk, settings.zero_optimization.pins)
 
 
 def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
@@ -82,11 +87,12 @@ def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
     def open_files(budget: MemoryBudget, early: Sequence[Flat]) -> Tiers:
         stored = None
         if offload.stored is not None and budget.stored:
-            stored = Stored(budget.stored, offload.stored, mesh, offload.pinned)
+            stored = Stored(budget.stored, offload.stored, mesh)
         try:
-            swap, dtypes = None, budget.files | budget.packed
-            if dtypes:
-                swap = Swap(dtypes, offload.form, offload.disk, mesh, early, offload.pinned, stored)
+            swap = None
+            if budget.blocks:
+                assert offload.states is not None
+                swap = Swap(budget.blocks, offload.form, offload.states, mesh, early, stored)
         except BaseException:
             Tiers(None, stored).close()
             raise
@@ -95,7 +101,8 @@ def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
     def prepare(budget: MemoryBudget) -> Tiers:
         # On a CPU, model and update share the cores, and only the wait for a disk can be hidden. Next copies of
         # parameters lie in host memory, which is short where parameters rest in files.
-        overlaps = mesh.device.type != "cpu" or (offload.disk is not None and offload.stored is None)
+        on_disk = offload.states is not None and not offload.states.in_memory
+        overlaps = mesh.device.type != "cpu" or (on_disk and offload.stored is None)
         early = budget.first_early(offload.early or (1.0 if offload.early is None and overlaps else 0.0))
         states = offload.form.states
         if mesh.rank == 0 and offload.form.split and not any(rows.form.split for rows in budget.rows(states)):
@@ -103,9 +110,7 @@ def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
                 "%s has no effect here: nothing that is offloaded has fp32 masters of bf16 parameters",
                 "offload_optimizer.split_master",
             )
-        buffers = 0 if offload.disk is None else sum(buffer_bytes(budget.rows(states), offload.disk))
-        buffers += 0 if offload.stored is None else sum(stored_buffer_bytes(budget.stored, offload.stored))
-        parts = budget.host(states, buffers, early)
+        parts = budget.host(states, offload.states, offload.stored, early)
         sizes = torch.tensor([*(parts.get(name, 0) for name in PARTS), moves], dtype=torch.float64)
         rows = mesh.group("world").exchange(sizes)
         # Ranks of one node share its memory, so that what counts is their sum.
@@ -124,7 +129,7 @@ def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
                 early = []
                 del total[NEXT]
         opened, failure = catch(lambda: open_files(budget, early))
-        if offload.early is None and offload.disk is not None:
+        if offload.early is None and on_disk:
             # Ranks share a disk, so that where it has no room for all second copies nobody has one.
             full = torch.tensor([float(isinstance(failure, OSError))], dtype=torch.float64)
             if bool(mesh.group("world").exchange(full).any()):

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from threading import Lock
+from typing import Protocol
 from weakref import WeakMethod
 
 import torch
 
 from zeromesh.base.kernels.sums import add
 from zeromesh.base.placement import Placement, PlacementRow, Tier
+from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.layout import Layout
 from zeromesh.shard.parameters.slots import Slot
 from zeromesh.shard.store.link import Copy
@@ -92,6 +94,33 @@ class GradientPolicy:
         return torch.float32 if layout.dtype in (torch.float16, torch.bfloat16) else layout.dtype
 
 
+class SummedGradient(Protocol):
+    """A gradient between two updates, summed over the ranks: of a unit's flat buffer, or of a table's rows."""
+
+    used: list[bool]  # per parameter, whether a gradient arrived since the last update
+
+    def mark_used(self, used: Sequence[bool]) -> None:
+        """Set which parameters count as used since the last update."""
+
+    def values(self) -> torch.Tensor | None:
+        """Return this rank's part of the sum, 1-D as the master; of rows a copy."""
+
+    def counted_values(self, mesh: Mesh, index: int | None = None) -> Iterator[torch.Tensor]:
+        """Yield values, 1-D, that this rank counts in norms and no other does; of one parameter if ``index`` is one."""
+
+    def not_finite(self) -> str | None:
+        """Name a parameter with a value that is not finite on this rank; None if there is none."""
+
+    def scale(self, factor: float, index: int | None = None) -> None:
+        """Multiply what is summed by ``factor``; of one parameter if ``index`` is one."""
+
+    def count_once(self, mesh: Mesh) -> None:
+        """Keep the sum on the first of the ranks that hold copies of it, and drop the others, before more is added."""
+
+    def reset(self, keeps_memory: bool) -> None:
+        """Begin a new update: nothing has arrived."""
+
+
 class FullState(Enum):
     """State of the full gradient."""
 
@@ -141,7 +170,7 @@ class Gradient:
         self.shard_in_full = True  # whether `shard` lies in the full gradient, in `held` then; otherwise in `buffer`
         # Ranges of `shard` that no other rank counts, in norms for example.
         self.counted = tuple(self._counted()) if is_first else ()
-        self.shared = self._shared()
+        self.shared = _shared_ranges(layout, own_range)
 
     def _counted(self) -> Iterator[tuple[int, int]]:
         boxes = list(self.layout.within(self.shard_range.start, self.shard_range.stop))
@@ -159,14 +188,43 @@ class Gradient:
         start, stop = (min(max(at, self.own.start), self.own.stop) for at in (segment.start, segment.stop))
         return slice(start - self.own.start, stop - self.own.start)
 
-    def _shared(self) -> dict[int, list[tuple[int, int, bool]]]:
-        """Return ranges of ``shard`` by how many tensor ranks share them: start, stop, whether this is the first."""
-        ranges: dict[int, list[tuple[int, int, bool]]] = {}
-        for segment, box in self.layout.within(self.own.start, self.own.stop):
-            if box.sharers > 1:
-                first = segment.start - self.own.start
-                ranges.setdefault(box.sharers, []).extend((first + a, first + b, box.owned) for a, b in box.runs)
-        return ranges
+    def values(self) -> torch.Tensor | None:
+        """Return the shard; None before the first reduction."""
+        return self.shard
+
+    def counted_values(self, mesh: Mesh, index: int | None = None) -> Iterator[torch.Tensor]:
+        """Yield the values of the shard that this rank alone counts, 1-D; of one parameter if ``index`` is one."""
+        if mesh.replicate.rank > 0:
+            return
+        assert self.shard is not None
+        part = slice(0, self.shard.numel()) if index is None else self.part(index)
+        for low, high in self.counted:
+            start, stop = max(low, part.start), min(high, part.stop)
+            if start < stop:
+                yield self.shard[start:stop]
+
+    def not_finite(self) -> str | None:
+        """Name a parameter with a value in the shard that is not finite; None if there is none."""
+        if self.shard is None or bool(self.shard.isfinite().all()):
+            return None
+        parts = ((segment.name, self.shard[self.part(n)]) for n, segment in enumerate(self.layout.segments))
+        return next((name for name, part in parts if not bool(part.isfinite().all())), None)
+
+    def scale(self, factor: float, index: int | None = None) -> None:
+        """Multiply the shard by ``factor``; of one parameter if ``index`` is one."""
+        if self.shard is not None:
+            (self.shard if index is None else self.shard[self.part(index)]).mul_(factor)
+
+    def count_once(self, mesh: Mesh) -> None:
+        """Keep the sum on the first of the ranks that hold copies of it and zero the others, before more is added."""
+        if self.shard is None:
+            return
+        if mesh.replicate.rank > 0 or not self.is_first:
+            self.shard.zero_()
+        for ranges in self.shared.values():
+            for start, stop, first in ranges:
+                if not first:
+                    self.shard[start:stop] = 0
 
     # The full gradient.
 
@@ -303,11 +361,21 @@ class Gradient:
         return slots
 
     def reset(self, keeps_memory: bool) -> None:
-        """Begin a new update: nothing has arrived, and the shard's own memory is given up unless it is kept."""
-        if not keeps_memory:
+        """Begin a new update: nothing has arrived, and the shard's own memory on the device is given up or kept."""
+        if not keeps_memory and self.tier is Tier.DEVICE:
             self.buffer = None
         self.arrived = [False] * len(self.arrived)
         self.used = [False] * len(self.used)
+
+
+def _shared_ranges(layout: Layout, owned: slice) -> dict[int, list[tuple[int, int, bool]]]:
+    """Return ranges of ``shard`` by how many tensor ranks share them: start, stop, whether this is the first."""
+    ranges: dict[int, list[tuple[int, int, bool]]] = {}
+    for segment, box in layout.within(owned.start, owned.stop):
+        if box.sharers > 1:
+            first = segment.start - owned.start
+            ranges.setdefault(box.sharers, []).extend((first + a, first + b, box.owned) for a, b in box.runs)
+    return ranges
 
 
 class GradientArrival:

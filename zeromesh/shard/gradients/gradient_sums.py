@@ -6,8 +6,7 @@ All ranks call each function, with gradients that all have a shard.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,14 +14,14 @@ from zeromesh.base.kernels.sums import sum_of_squares
 from zeromesh.base.spans import span
 from zeromesh.comm.collectives import Group, Pending
 from zeromesh.comm.mesh import Mesh
-from zeromesh.shard.gradients.gradient import Gradient, GradientPolicy
+from zeromesh.shard.gradients.gradient import Gradient, GradientPolicy, SummedGradient
 
 SHARES = 1 << 22  # elements that are summed over the tensor axis in one message, or one parameter's if that has more
 
 SHARES_TAG = 13  # tag of these messages
 TIES_TAG = 64  # first tag, on the pipeline axis, of gradients of parameters that several stages have
 
-Place = tuple[Gradient, int]  # a parameter: its gradient's flat buffer, and its index there
+Place = tuple[SummedGradient, int]  # a parameter: its gradient, and its index there
 
 
 def sum_copies(gradients: Sequence[Gradient], mesh: Mesh, policy: GradientPolicy, limit: int) -> None:
@@ -32,19 +31,6 @@ def sum_copies(gradients: Sequence[Gradient], mesh: Mesh, policy: GradientPolicy
         _sum_replicas(gradients, mesh, policy, limit)
     _sum_shares(gradients, mesh)
     _sum_ties(gradients, mesh)
-
-
-def count_once(gradients: Sequence[Gradient], mesh: Mesh) -> None:
-    """Keep each sum on the first of the ranks that hold copies of it and zero the others, before more is added."""
-    for gradient in gradients:
-        if gradient.shard is None:
-            continue
-        if mesh.replicate.rank > 0 or not gradient.is_first:
-            gradient.shard.zero_()
-        for ranges in gradient.shared.values():
-            for start, stop, first in ranges:
-                if not first:
-                    gradient.shard[start:stop] = 0
 
 
 def _sum_replicas(gradients: Sequence[Gradient], mesh: Mesh, policy: GradientPolicy, limit: int) -> None:
@@ -115,23 +101,19 @@ def _sum_ties(gradients: Sequence[Gradient], mesh: Mesh) -> None:
         gradient.mark_used(total[gradient.shard.numel() :].bool().tolist())
 
 
-def squared_norm(gradients: Sequence[Gradient], mesh: Mesh, others: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-    """Return the sum of squares of all that this rank counts of the gradients, and ``others``; float64, shape (1,)."""
+def squared_norm(gradients: Sequence[SummedGradient], mesh: Mesh) -> torch.Tensor:
+    """Return the sum of squares of all that this rank counts of the gradients; float64, shape (1,)."""
     total = torch.zeros(1, dtype=torch.float64, device=mesh.device)
-    for values in others:
-        total += sum_of_squares(values.reshape(-1))
-    if mesh.replicate.rank == 0:
-        for gradient in gradients:
-            assert gradient.shard is not None
-            for start, stop in gradient.counted:
-                total += sum_of_squares(gradient.shard[start:stop])
+    for gradient in gradients:
+        for values in gradient.counted_values(mesh):
+            total += sum_of_squares(values)
     return total
 
 
-def norm_of(places: Sequence[Place], order: float, mesh: Mesh, others: Sequence[torch.Tensor] = ()) -> float:
-    """Return the norm of gradients as they are kept, and ``others``, of any positive ``order`` or inf."""
+def norm_of(places: Sequence[Place], order: float, mesh: Mesh) -> float:
+    """Return the norm of gradients of parameters as they are kept, of any positive ``order`` or inf."""
     share = torch.zeros(1, dtype=torch.float64)
-    for values in chain(_counted(places, mesh), (other.reshape(-1) for other in others if other.numel())):
+    for values in (values for gradient, index in places for values in gradient.counted_values(mesh, index)):
         if order == torch.inf:
             share = torch.maximum(share, values.abs().max().double().cpu())
         elif order == 2:
@@ -140,13 +122,3 @@ def norm_of(places: Sequence[Place], order: float, mesh: Mesh, others: Sequence[
             share += values.double().abs().pow(order).sum().cpu()
     rows = mesh.group("world").exchange(share)
     return float(rows.max() if order == torch.inf else rows.sum() ** (1 / order))
-
-
-def _counted(places: Iterable[Place], mesh: Mesh) -> Iterator[torch.Tensor]:
-    for gradient, index in places if mesh.replicate.rank == 0 else ():
-        part = gradient.part(index)
-        assert gradient.shard is not None
-        for low, high in gradient.counted:
-            start, stop = max(low, part.start), min(high, part.stop)
-            if start < stop:
-                yield gradient.shard[start:stop]

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.gradients.accumulation import Accumulation
 from zeromesh.shard.gradients.gradient import Gradient, GradientArrival
-from zeromesh.shard.gradients.gradient_sums import norm_of
+from zeromesh.shard.gradients.gradient_sums import Place, norm_of
 from zeromesh.shard.gradients.reducer import Reducer, complete_together
 from zeromesh.shard.parameters.absent_guard import OWN_CLASS, Absent, change_class
 from zeromesh.shard.parameters.flat import Flat
@@ -54,6 +54,7 @@ class Grads:
     ) -> None:  # fmt: skip
         self._flats = {id(p): (flat, index) for flat in flats for index, p in enumerate(flat.parameters)}
         self._places = {key: (flat.gradient, index) for key, (flat, index) in self._flats.items() if flat.gradient}
+        self._tables = {id(table.flat.parameters[0]): table for table in reducer.tables}
         self._parameters = [p for flat in flats if flat.gradient is not None for p in flat.parameters]
         self._names = names  # fully qualified names by the parameters' `id`
         self._reducer = reducer
@@ -98,13 +99,13 @@ class Grads:
         Where it is not whole on this rank: a stand-in without memory; None where there is no gradient.
         """
         plain: torch.Tensor | None = PLAIN_GRAD.__get__(parameter)
-        if plain is None and (table := self._reducer.tables.of(parameter)) is not None and table.used:
+        if plain is None and (table := self._tables.get(id(parameter))) is not None and any(table.gradient.used):
             text = (
                 f"the gradient of {table.name}.weight has rows only: read it with "
                 "zeromesh.zero.safe_get_full_grad(parameter), and clip with zeromesh.clip_grad_norm_ or "
                 "`gradient_clipping` in the configuration"
             )
-            return self._unavailable(parameter, text, lambda: table.scale(0.0))
+            return self._unavailable(parameter, text, lambda: table.gradient.scale(0.0))
         if plain is not None or id(parameter) not in self._places:
             return plain
         self._settle()
@@ -132,9 +133,9 @@ class Grads:
         Raises:
             RuntimeError: the value is not like the parameter, or cannot replace the gradient now.
         """
-        if (table := self._reducer.tables.of(parameter)) is not None:
+        if (table := self._tables.get(id(parameter))) is not None:
             if value is None:
-                table.forget()
+                table.gradient.reset()
             elif not isinstance(value, UnavailableGradient):
                 raise RuntimeError(f"the gradient of {table.name}.weight has rows only, and cannot be replaced")
             return
@@ -166,13 +167,14 @@ class Grads:
         self._settle()
         self._early.spoil()
         complete_together(self._reducer, self._mesh)
-        places = [self._places[id(parameter)] for parameter in parameters if id(parameter) in self._places]
-        norm = norm_of(places, order, self._mesh, self._reducer.tables.summed(parameters)) * self._factor
+        keys = [id(parameter) for parameter in parameters]
+        # Tables come last: the order in which numbers are added is a part of the result.
+        places: list[Place] = [self._places[key] for key in keys if key in self._places]
+        places += [(self._tables[key].gradient, 0) for key in keys if key in self._tables]
+        norm = norm_of(places, order, self._mesh) * self._factor
         if (coefficient := limit / (norm + 1e-6)) < 1.0 or norm != norm:  # torch's constant
             for gradient, index in places:
-                assert gradient.shard is not None
-                gradient.shard[gradient.part(index)] *= coefficient
-            self._reducer.tables.scale(coefficient, parameters)
+                gradient.scale(coefficient, index)
         return norm
 
     def _drop(self, gradient: Gradient, index: int) -> None:

@@ -18,10 +18,9 @@ from zeromesh.base.placement import Tier
 from zeromesh.base.spans import span
 from zeromesh.comm.collectives import Pending
 from zeromesh.comm.mesh import Mesh
-from zeromesh.shard.gradients.arrivals import HostSums
-from zeromesh.shard.gradients.gradient import FullState, Gradient, GradientPolicy, ShardState
-from zeromesh.shard.gradients.gradient_memory import GradientMemory
-from zeromesh.shard.gradients.gradient_sums import count_once, sum_copies
+from zeromesh.shard.gradients.gradient import FullState, Gradient, GradientPolicy, ShardState, SummedGradient
+from zeromesh.shard.gradients.gradient_memory import GradientMemory, HostSums
+from zeromesh.shard.gradients.gradient_sums import sum_copies
 from zeromesh.shard.parameters.slots import Slot
 from zeromesh.shard.store.link import Link
 from zeromesh.shard.tables.table import RowArrival
@@ -52,6 +51,7 @@ class Reducer:
         self.gradients = tuple(gradients)
         self.policy = policy
         self.tables = tables  # their gradients are rows, which are summed at the boundary only
+        self.sums: tuple[SummedGradient, ...] = (*(table.gradient for table in tables), *gradients)
         self.memory = GradientMemory(self.gradients, policy, mesh, accumulates, self._settle)
         # Called when the last sum before an update is on its way to a shard on the host; `landed` tells when it is
         # there. It is called again if gradients of weights that are used outside of their unit come later.
@@ -101,8 +101,8 @@ class Reducer:
         self._waiting = self._waiting and not last  # at its end all are reduced
         if self._completed:
             # The sums over replicas and shares were made: each counts once in those that follow.
-            count_once(self.gradients, self._mesh)
-            self.tables.reopen()
+            for summed in self.sums:
+                summed.count_once(self._mesh)
         self._completed = False
 
     def arrive(self, gradient: Gradient | RowArrival, index: int, value: torch.Tensor) -> None:
@@ -258,7 +258,8 @@ class Reducer:
 
     def add_late(self, late: Sequence[bool]) -> None:
         """Sum gradients that were late on some rank, after ``complete``. All ranks call it with the same."""
-        count_once(self.gradients, self._mesh)
+        for gradient in self.gradients:
+            gradient.count_once(self._mesh)
         self._sum(late)
 
     def _sum(self, chosen: Sequence[bool]) -> None:
@@ -290,8 +291,8 @@ class Reducer:
         for gradient in self.gradients:
             for slot in gradient.forget():
                 self.memory.slots.give(slot)
-            gradient.reset(keeps_memory=self.policy.kept or gradient.tier is not Tier.DEVICE)
-        self.tables.forget()
+        for summed in self.sums:
+            summed.reset(keeps_memory=self.policy.kept)
         self.begun = self._completed = self._waiting = False
         self._averaged = 1.0
 
@@ -309,10 +310,8 @@ class Reducer:
     def average(self, factor: float) -> None:
         """Multiply all sums by ``factor``, which makes means of them; undone when the next backward begins."""
         if factor != 1.0:
-            for gradient in self.gradients:
-                if gradient.shard is not None:
-                    gradient.shard.mul_(factor)
-            self.tables.scale(factor)
+            for gradient in self.sums:
+                gradient.scale(factor)
             self._averaged *= factor
 
     def put(self, gradient: Gradient, index: int, value: torch.Tensor, factor: float) -> None:

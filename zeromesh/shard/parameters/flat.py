@@ -227,7 +227,7 @@ class Flat:
         dtype, elements = self.master_dtype(mixed), self.own.stop - self.own.start
         if not sharded:
             self._shard = self.full[self.own]
-        elif self.parameter_tier is Tier.NVME:
+        elif self.parameter_tier.in_blocks:
             self.load_shard(write=True, read=False)
         else:
             rest = dtype if rests_in_master(self.parameter_tier, self.optimizer_tier) else layout.dtype

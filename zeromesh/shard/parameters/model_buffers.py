@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zeromesh.comm.mesh import Mesh
+from zeromesh.shard.parameters.flat import rebind
 
 # All dtypes, in an order that is the same on all ranks.
 DTYPES = tuple(sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str))
@@ -134,4 +135,4 @@ def _persistent(module: nn.Module) -> Iterator[str]:
 def _own_memory(buffer: torch.Tensor) -> None:
     """Give an expanded tensor memory for each of its elements; otherwise nothing could be written to it."""
     if any(step == 0 and size > 1 for step, size in zip(buffer.stride(), buffer.shape, strict=True)):
-        buffer.data = buffer.data.clone(memory_format=torch.contiguous_format)
+        rebind(buffer, buffer.data.clone(memory_format=torch.contiguous_format))

@@ -11,6 +11,7 @@ from zeromesh.base.placement import PlacementRow, Tier
 from zeromesh.base.words import bytes_text
 from zeromesh.shard.parameters.flat import Flat
 from zeromesh.shard.store.early import next_bytes
+from zeromesh.shard.store.stores import StorePlace
 from zeromesh.shard.store.swap import Rows, StateForm, loaded_bytes
 from zeromesh.shard.store.tiers import Tiers
 
@@ -22,24 +23,23 @@ PARTS = ("parameters", "gradients", "optimizer states", "buffers", NEXT)  # uses
 class MemoryBudget:
     """Memory budget of one rank off the device."""
 
-    # Flat buffers whose masters and optimizer states rest on NVMe, with the dtypes of the masters.
-    files: dict[Flat, torch.dtype] = field(default_factory=dict)
+    # Flat buffers whose masters and optimizer states rest in blocks, with the dtypes of the masters.
+    blocks: dict[Flat, torch.dtype] = field(default_factory=dict)
     parameter: int = 0  # bytes in host memory, as the next two
     gradient: int = 0
     master: int = 0
     per_state: int = 0  # further ones for each state, like the parameter, that the optimizer has
     # Those whose update may begin during the backward. Whose gradients come first is first: its update hides best.
     early: dict[Flat, torch.dtype] = field(default_factory=dict)
-    stored: Sequence[Flat] = ()  # those whose parameters rest on NVMe
-    packed: dict[Flat, torch.dtype] = field(default_factory=dict)  # whose masters rest on the host in halves
-    form: StateForm = field(default_factory=StateForm)  # of `files` and `packed`, but for the number of states
+    stored: Sequence[Flat] = ()  # those whose parameters rest in blocks
+    form: StateForm = field(default_factory=StateForm)  # of `blocks`, but for the number of states
 
     @classmethod
     def of(
         cls, flats: Sequence[Flat], row: PlacementRow, mixed: bool, gradient: int, early: Sequence[Flat] = ()
     ) -> MemoryBudget:
         """Return the budget of flat buffers that are laid out."""
-        files, packed, parameter, master, per_state = {}, {}, 0, 0, 0
+        blocks, parameter, master, per_state = {}, 0, 0, 0
         form = StateForm(split=row.split)
         for flat in flats:
             layout, elements = flat.layout, flat.own.stop - flat.own.start
@@ -47,22 +47,22 @@ class MemoryBudget:
             # The tiers of a table are its own, whatever those of the row.
             if flat.sharded and flat.parameter_tier is Tier.HOST:
                 parameter += layout.shard_size * layout.dtype.itemsize
-            if flat.optimizer_tier is Tier.NVME and layout.trainable:
-                files[flat] = dtype
-            elif flat.optimizer_tier is Tier.HOST and layout.trainable and form.of(flat, dtype).split:
-                packed[flat] = dtype
-            elif flat.optimizer_tier is Tier.HOST and layout.trainable:
+            if not layout.trainable:
+                continue
+            if flat.optimizer_tier.in_blocks or (flat.optimizer_tier is Tier.HOST and form.of(flat, dtype).split):
+                blocks[flat] = dtype
+            elif flat.optimizer_tier is Tier.HOST:
                 master += elements * dtype.itemsize if flat.apart or dtype != layout.dtype else 0
                 pieces = layout.owned(flat.own.start, flat.own.stop)  # states have no padding
                 per_state += sum(stop - start for _, start, stop in pieces) * dtype.itemsize
         first = {flat: flat.master_dtype(mixed) for flat in reversed(early)}
-        stored = [flat for flat in flats if flat.parameter_tier is Tier.NVME]
-        return cls(files, parameter, gradient, master, per_state, first, stored, packed, form)
+        stored = [flat for flat in flats if flat.parameter_tier.in_blocks]
+        return cls(blocks, parameter, gradient, master, per_state, first, stored, form)
 
     def rows(self, states: int) -> list[Rows]:
         """Return the rows of all blocks, for an optimizer with so many states."""
         form = replace(self.form, states=states)
-        return [Rows(flat, dtype, form, bool(self.files)) for flat, dtype in (self.files | self.packed).items()]
+        return [Rows(flat, dtype, form) for flat, dtype in self.blocks.items()]
 
     def first_early(self, share: float) -> list[Flat]:
         """Return the first of ``early``, as many as are no more than this share of all their elements."""
@@ -75,11 +75,17 @@ class MemoryBudget:
             flats.append(flat)
         return flats
 
-    def host(self, states: int, buffers: int = 0, early: Sequence[Flat] = ()) -> dict[str, int]:
-        """Return bytes in host memory by what they are for, with these states of a parameter, file buffers, updates."""
+    def host(
+        self, states: int, in_blocks: StorePlace | None, stored: StorePlace | None, early: Sequence[Flat] = ()
+    ) -> dict[str, int]:
+        """Return bytes in host memory by what they are for, with these states of a parameter, stores and updates."""
         copies = sum(sum(next_bytes(flat, self.early[flat], states)) for flat in early)
-        rows = self.rows(states)
-        rest = self.master + states * self.per_state + (0 if self.files else sum(of.nbytes for of in rows))
+        rows, rest, buffers = self.rows(states), self.master + states * self.per_state, 0
+        if in_blocks is not None:
+            rest += sum(of.nbytes for of in rows) if in_blocks.in_memory else 0
+            buffers += in_blocks.buffer_bytes(of.block_bytes(window) for of in rows for window in of.windows)
+        if stored is not None:
+            buffers += stored.buffer_bytes(flat.layout.shard_bytes for flat in self.stored)
         sizes = (self.parameter, self.gradient, rest, buffers + loaded_bytes(rows), copies)
         return {name: size for name, size in zip(PARTS, sizes, strict=True) if size}
 

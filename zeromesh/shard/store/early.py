@@ -318,7 +318,7 @@ class EarlyUpdates:
             if len(good) < len(done):  # in files all of it counts or nothing, as `commit` is one operation
                 good = []
             if good:
-                self._swap.commit()
+                self._swap.blocks.commit()
         flats = {task.flat for task in good}
         if not flats:
             self._forget()
@@ -363,7 +363,7 @@ class EarlyUpdates:
     def _forget(self) -> None:
         """Drop the next masters and states; what an update needs is as it was before the backward."""
         if self._swap is not None:
-            self._swap.drop()
+            self._swap.blocks.drop()
         for task in self._tasks.values():
             self._unwatch(task)
             task.states.clear()  # who has the task is not to count as a user of them
@@ -389,7 +389,7 @@ def next_bytes(flat: Flat, dtype: torch.dtype, states: int) -> tuple[int, int]:
     elements = flat.own.stop - flat.own.start
     apart = flat.apart or dtype != flat.layout.dtype
     output = elements * flat.layout.dtype.itemsize if apart else 0
-    if flat.optimizer_tier is Tier.NVME:
+    if flat.optimizer_tier.in_blocks:
         return 0, output  # its next masters and states go to spare places of the file
     owned = sum(stop - start for _, start, stop in flat.layout.owned(flat.own.start, flat.own.stop))
     return (elements + states * owned) * dtype.itemsize, output

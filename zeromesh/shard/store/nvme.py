@@ -24,9 +24,8 @@ import torch
 from zeromesh.base.kernels import sums
 from zeromesh.base.kernels.native import library
 from zeromesh.base.worker import Worker
-from zeromesh.shard.store.direct_buffers import Buffer
-from zeromesh.shard.store.disk_traffic import Meter
-from zeromesh.shard.store.swap_file import ALIGNMENT, SwapFile, aligned
+from zeromesh.shard.store.memory import Buffer
+from zeromesh.shard.store.swap_file import ALIGNMENT, Meter, SwapFile, aligned
 
 _log = logging.getLogger(__name__)
 

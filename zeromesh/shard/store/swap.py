@@ -1,4 +1,4 @@
-"""Masters and optimizer states that rest on NVMe or in halves, and are in memory only while they are used.
+"""States that rest in blocks, as on NVMe or in halves, and are in host memory only while they are used.
 
 Source: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", 2021.
 """
@@ -16,18 +16,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh.base.kernels import halves
-from zeromesh.base.placement import Tier
 from zeromesh.base.spans import span
 from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.layout import round_up
 from zeromesh.shard.parameters.flat import Flat
-from zeromesh.shard.parameters.slots import largest
+from zeromesh.shard.parameters.unit import Unit
 from zeromesh.shard.sizes import WINDOW
-from zeromesh.shard.store.blocks import File, Memory, Place
-from zeromesh.shard.store.memory import empty_on, is_unloaded, unloaded
-from zeromesh.shard.store.nvme import Disk, FileStore
-from zeromesh.shard.store.stored import Stored
-from zeromesh.shard.store.swap_file import aligned
+from zeromesh.shard.store.memory import is_unloaded, unloaded
+from zeromesh.shard.store.stores import StorePlace
 from zeromesh.shard.store.window import StateWindow, whole_window
 
 RUN = 1 << 20  # elements that are joined or split at a time, which bounds the temporaries
@@ -58,12 +54,12 @@ def _runs(elements: int) -> Iterator[slice]:
 class Rows:
     """Places of the rows of one flat buffer in its blocks, one block for each window."""
 
-    def __init__(self, flat: Flat, dtype: torch.dtype, form: StateForm, in_file: bool) -> None:
+    def __init__(self, flat: Flat, dtype: torch.dtype, form: StateForm) -> None:
         self.form = form = form.of(flat, dtype)
         self._flat = flat
         self._elements = elements = flat.own.stop - flat.own.start
         self._kinds = (torch.int16 if form.split else dtype, *[dtype] * form.states)
-        size = WINDOW if in_file else max(1, elements)
+        size = WINDOW if flat.optimizer_tier.in_blocks else max(1, elements)
         self.windows = [slice(first, min(first + size, elements)) for first in range(0, elements, size)]
         self.nbytes = self.block_bytes(slice(0, elements))
         self.unpacked_bytes = elements * dtype.itemsize if form.split else 0
@@ -103,36 +99,85 @@ class Rows:
             upper[part], lower[part] = halves.split(master[part])
 
 
+class Stored:
+    """Loads the shards of flat buffers from their blocks into memory, one at a time, and back."""
+
+    def __init__(self, flats: Sequence[Flat], place: StorePlace, mesh: Mesh) -> None:
+        self.blocks = place.open({flat: flat.layout.shard_bytes for flat in flats}, mesh)
+        self.tier = place.tier
+        self._flats = frozenset(flats)
+        self._here: Flat | None = None  # whose `shard` is a view of its block
+        self._dirty = self._known = False
+        self._failure: OSError | None = None
+
+    def __contains__(self, flat: Flat) -> bool:
+        return flat in self._flats
+
+    def load(self, flat: Flat, write: bool = False, read: bool = True) -> None:
+        """Have one flat buffer's shard in memory until another one's is asked for, or others are read ahead.
+
+        Raises:
+            OSError: the disk failed, now or earlier.
+        """
+        # After a failure nothing is loaded any more: some parameters would be those from before the update.
+        if self._failure is not None:
+            raise self._failure
+        if self._here is not flat or (read and not self._known):
+            try:
+                self._put_away()
+                memory = self.blocks.take(flat, read)
+            except OSError as error:
+                self._failure = error
+                raise
+            self._here, self._known = flat, read
+            shard = (memory if read else memory.zero_())[: flat.layout.shard_bytes].view(flat.layout.dtype)
+            _bind(flat, shard)
+        self._known, self._dirty = self._known or write, self._dirty or write
+
+    def read_ahead(self, units: Iterable[Unit]) -> None:
+        """Begin to read what units will need, in their order, as far as there is room; forget all else."""
+        try:
+            self._put_away()
+            self.blocks.read_ahead(flat for unit in units for flat in unit.flats if flat in self._flats)
+        except OSError as error:
+            self._failure = self._failure or error  # whoever loads next says so: nobody expects it from a plan
+
+    def _put_away(self) -> None:
+        """Begin to write what ``load`` has loaded, if it may be others now, and let it be unloaded."""
+        if self._here is None:
+            return
+        flat, self._here = self._here, None
+        dirty, self._dirty = self._dirty, False
+        # `flat.shard` has the host wait for the last copy between the buffer and the device: only then may the disk
+        # read from the buffer, or write to it.
+        _bind(flat, unloaded(flat.shard))
+        # What is frozen comes back after each use, as somebody might have changed it; nearly always it is the same.
+        self.blocks.give(flat, dirty and (flat.layout.trainable or self.blocks.changed(flat)), behind=True)
+
+
+def _bind(flat: Flat, shard: torch.Tensor) -> None:
+    """Let the shard, and of what is frozen the master, be in some memory, or in none."""
+    flat.bind_shard(shard)
+    if not flat.layout.trainable:
+        flat.bind_master(shard)
+
+
 class Swap:
-    """Loads masters and states of flat buffers, in turn or one at a time, and takes them back."""
+    """Loads masters and optimizer states of flat buffers, in turn or one at a time, and takes them back."""
 
     def __init__(
-        self, dtypes: Mapping[Flat, torch.dtype], form: StateForm, disk: Disk | None, mesh: Mesh,
-        early: Collection[Flat] = (), pinned: bool = True, stored: Stored | None = None,
+        self, dtypes: Mapping[Flat, torch.dtype], form: StateForm, place: StorePlace, mesh: Mesh,
+        early: Collection[Flat] = (), stored: Stored | None = None,
     ) -> None:  # fmt: skip
-        self._rows = {flat: Rows(flat, dtype, form, disk is not None) for flat, dtype in dtypes.items()}
+        self._rows = {flat: Rows(flat, dtype, form) for flat, dtype in dtypes.items()}
         sizes: dict[Hashable, int] = {
             (flat, window.start): rows.block_bytes(window)
             for flat, rows in self._rows.items()
             for window in rows.windows
         }
-
-        def allocate(nbytes: int) -> torch.Tensor:
-            return empty_on(Tier.HOST, nbytes, torch.uint8, mesh.device, pinned)
-
-        self._place: Place
-        if disk is None:
-            self._place = Memory(sizes, allocate)
-        else:
-            store = FileStore(disk.folder, mesh.rank, disk.block_size, disk.queue_depth)
-            buffers = buffer_bytes(list(self._rows.values()), disk)
-            self._place = File(sizes, store, buffers, allocate, self._keys(early))
-        self.tier = Tier.HOST if disk is None else Tier.NVME
-        self.nbytes, self.folder = self._place.nbytes, self._place.folder
-        self.commit, self.drop, self.traffic, self.close = (
-            self._place.commit, self._place.drop, self._place.traffic, self._place.close,
-        )  # fmt: skip
-        self.host_bytes = self._place.host_bytes + loaded_bytes(self._rows.values())
+        self.blocks = place.open(sizes, mesh, self._keys(early))
+        self.tier = place.tier
+        self.host_bytes = self.blocks.host_bytes + loaded_bytes(self._rows.values())
         self._here: tuple[Flat, torch.Tensor, list[torch.Tensor]] | None = None
         self._dirty = self._known = False
         self._optimizer: Optimizer | None = None
@@ -202,9 +247,9 @@ class Swap:
         """Return one block with all of a flat buffer's elements."""
         keys, rows = self._keys([flat]), self._rows[flat]
         if len(keys) == 1:
-            return self._place.take(keys[0], read)
+            return self.blocks.take(keys[0], read)
         memory = torch.from_numpy(numpy.zeros(rows.nbytes, numpy.uint8))  # rows that stay zeros take no pages
-        with closing(self._place.stream(keys, write=False)) if read else nullcontext(()) as blocks:
+        with closing(self.blocks.stream(keys, write=False)) if read else nullcontext(()) as blocks:
             for window, block in zip(rows.windows, blocks, strict=read):
                 for row, part in zip(rows.raw(memory), rows.raw(block, window), strict=True):
                     row[window].copy_(part)
@@ -214,13 +259,13 @@ class Swap:
         """Give up what ``_take`` has returned; with ``write`` it holds something else now."""
         keys, rows = self._keys([flat]), self._rows[flat]
         if len(keys) == 1:
-            self._place.give(keys[0], write)
+            self.blocks.give(keys[0], write)
             return
         for key, window in zip(keys, rows.windows, strict=True) if write else ():
-            block = self._place.take(key, read=False)
+            block = self.blocks.take(key, read=False)
             for row, part in zip(rows.raw(memory), rows.raw(block, window), strict=True):
                 part.copy_(row[window])
-            self._place.give(key, write)
+            self.blocks.give(key, write)
 
     def windows(self, flat: Flat, write: bool = False, read: bool = True) -> Generator[StateWindow]:
         """Yield the windows of a flat buffer with the master in its own dtype, to be read or, with ``write``, changed.
@@ -234,7 +279,7 @@ class Swap:
             self._load_shard(flat, write, read)
         most = max(map(rows.block_bytes, rows.windows), default=0)
         any_values = repeat(torch.empty(0 if read else most, dtype=torch.uint8))
-        stream = self._place.stream(self._keys([flat]), write)
+        stream = self.blocks.stream(self._keys([flat]), write)
         with closing(stream):
             for window, memory in zip(rows.windows, stream if read else any_values, strict=False):
                 values = rows.unpack(memory, read, window)
@@ -256,7 +301,7 @@ class Swap:
         if not provisional:
             self._take_in(mine)
         keys = self._keys(mine)
-        with closing(self._place.stream(keys, write=True, provisional=provisional)) as blocks:
+        with closing(self.blocks.stream(keys, write=True, provisional=provisional)) as blocks:
             for flat in flats:
                 if flat not in self._rows:
                     yield whole_window(flat)
@@ -309,11 +354,6 @@ class Swap:
         """The states of a parameter that have rows, which the optimizer may not have made yet."""
         state = {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
         return ((state, name) for name in self._names(parameter))
-
-
-def buffer_bytes(rows: Sequence[Rows], disk: Disk) -> list[int]:
-    """Return the size of each buffer in host memory, so that the largest blocks fit at once."""
-    return largest((aligned(of.block_bytes(window)) for of in rows for window in of.windows), disk.buffers)
 
 
 def loaded_bytes(rows: Collection[Rows]) -> int:

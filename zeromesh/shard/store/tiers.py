@@ -10,9 +10,8 @@ from pathlib import Path
 from torch import nn
 
 from zeromesh.shard.parameters.flat import Flat
-from zeromesh.shard.store.disk_traffic import DiskTraffic
-from zeromesh.shard.store.stored import Stored
-from zeromesh.shard.store.swap import Swap
+from zeromesh.shard.store.swap import Stored, Swap
+from zeromesh.shard.store.swap_file import DiskTraffic
 from zeromesh.shard.store.window import StateWindow, whole_window
 
 
@@ -22,16 +21,21 @@ class Tiers:
     def __init__(
         self, swap: Swap | None = None, stored: Stored | None = None, early: Sequence[Flat] = (), states: int = 0
     ) -> None:
-        self.swap = swap  # masters and optimizer states that rest in files or in halves; None: all are in memory
-        self.stored = stored  # parameters that rest in files; None: all are in memory
+        self.swap = swap  # masters and optimizer states that rest in blocks; None: all are in memory
+        self.stored = stored  # parameters that rest in blocks; None: all are in memory
         self.early, self.states = early, states  # updated during the backward; most optimizer states of a parameter
-        self._files = [files for files in (swap, stored) if files is not None]
+        self._blocks = [store.blocks for store in (swap, stored) if store is not None]
         self._before_states: list[Callable[[Flat, bool], None]] = []
         self._bring_back: Callable[[], None] | None = None
+        self._caches: dict[Flat, Callable[[bool], None]] = {}
 
     def before_states(self, listener: Callable[[Flat, bool], None]) -> None:
         """Call ``listener`` with each flat buffer whose states are about to be loaded, and whether to be changed."""
         self._before_states.append(listener)
+
+    def write_back(self, flat: Flat, cache: Callable[[bool], None]) -> None:
+        """Call ``cache`` before a flat buffer is used: some of it is in a cache, which is dropped if told True."""
+        self._caches[flat] = cache
 
     def put_aside(self, bring_back: Callable[[], None] | None) -> None:
         """Call ``bring_back`` before any state is used: states have been put aside on the host. None: they are back."""
@@ -51,9 +55,14 @@ class Tiers:
             self._load_stored(flat, write, read)
 
     def _prepare(self, flat: Flat, write: bool) -> None:
-        self.recall()
+        self._settle(flat, write)
         for listener in self._before_states:
             listener(flat, write)  # early updates use the same regions of the file, and give way
+
+    def _settle(self, flat: Flat, write: bool) -> None:
+        self.recall()
+        if flat in self._caches:
+            self._caches[flat](write)
 
     def windows(self, flat: Flat, write: bool = False, read: bool = True) -> Iterator[StateWindow]:
         """Yield the windows of a flat buffer's master and states, to be read or changed; see ``Swap.windows``."""
@@ -71,7 +80,7 @@ class Tiers:
 
     def load_shard(self, flat: Flat, write: bool = False, read: bool = True) -> None:
         """Have this rank's parameters in memory until those of another flat buffer are loaded; see ``load_states``."""
-        self.recall()
+        self._settle(flat, write)
         if self.swap is not None:
             self.swap.release(flat)  # a joined master is split first: one half of it is the parameter
         self._load_stored(flat, write, read)
@@ -96,14 +105,14 @@ class Tiers:
     @property
     def folder(self) -> Path | None:
         """Folder of the files; None where there are none."""
-        return next((files.folder for files in self._files if files.folder is not None), None)
+        return next((blocks.folder for blocks in self._blocks if blocks.folder is not None), None)
 
     def disk_traffic(self) -> DiskTraffic | None:
         """Return the traffic of the files so far; None where there are none."""
-        traffics = [traffic for files in self._files if (traffic := files.traffic()) is not None]
+        traffics = [traffic for blocks in self._blocks if (traffic := blocks.traffic()) is not None]
         return None if not traffics else DiskTraffic(*map(sum, zip(*map(astuple, traffics), strict=True)))
 
     def close(self) -> None:
         """Delete the files."""
-        for files in self._files:
-            files.close()
+        for blocks in self._blocks:
+            blocks.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.layout import Layout, Segment
 from zeromesh.shard.parameters.deferred import Source
 from zeromesh.shard.parameters.flat import Flat
-from zeromesh.shard.store.window import StateWindow, whole_window
+from zeromesh.shard.store.tiers import Tiers
 from zeromesh.shard.tables.row_exchange import COPIES_TAG, from_all, swap, vector_of
 from zeromesh.shard.tables.row_memory import RowMemory, plane_on
 from zeromesh.shard.tables.row_rules import RULES, Options, RowState
@@ -31,9 +31,9 @@ NORM_CONSTANT = 1e-7  # of torch's renormalisation: max_norm / (norm + 1e-7)
 class RowArrival:
     """Hook on the rows of one lookup, which takes their gradient."""
 
-    def __init__(self, arrived: Arrived, table: Table, ids: torch.Tensor) -> None:
+    def __init__(self, arrived: Arrived, gradient: RowGradient, ids: torch.Tensor) -> None:
         # Weakly: the graph that has the rows must not hold the engine.
-        self._arrived, self._table, self._ids = WeakMethod(arrived), ref(table), ids
+        self._arrived, self._gradient, self._ids = WeakMethod(arrived), ref(gradient), ids
 
     def __call__(self, rows: torch.Tensor) -> None:
         """Take the gradient of the rows, as a hook of torch."""
@@ -42,9 +42,9 @@ class RowArrival:
 
     def take(self, gradient: torch.Tensor, factor: float) -> None:
         """Give the table the gradient times ``factor``."""
-        if (table := self._table()) is not None:
+        if (of_rows := self._gradient()) is not None:
             wide = torch.promote_types(gradient.dtype, torch.float32)
-            table.take(self._ids, gradient if factor == 1.0 else gradient.to(wide) * factor)
+            of_rows.take(self._ids, gradient if factor == 1.0 else gradient.to(wide) * factor)
 
 
 class GradientState(Enum):
@@ -52,6 +52,90 @@ class GradientState(Enum):
 
     LOCAL = "local"  # rows of this rank's own batches, if any
     SUMMED = "summed"  # the sum over the ranks, of the rows that are here
+
+
+class RowGradient:
+    """The gradient of a table's rows between two updates; a ``SummedGradient``."""
+
+    def __init__(self, table: Table, sent: torch.dtype) -> None:
+        self._name, self._mesh, self._width, self._wire = f"{table.name}.weight", table.mesh, table.width, table.wire
+        self._first, self._rows = table.first, table.rows_here
+        self._sent = sent  # dtype in which gradients travel
+        self._reopened = False
+        self.state = GradientState.LOCAL
+        self.used = [False]  # a gradient has come since the last update
+        self._arrived: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.ids = torch.empty(0, dtype=torch.int64)  # of the sum, local numbers
+        self.summed = torch.empty(0, self._width)
+
+    def take(self, ids: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Take the gradient of rows ``ids``, ascending and without duplicates, from one lookup."""
+        assert self.state is GradientState.LOCAL, self
+        self.used = [True]
+        self._arrived.append((ids.to(gradient.device), gradient))
+
+    def local(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ascending row numbers and the sums of their gradients on this rank."""
+        device = self._mesh.device
+        if len(self._arrived) == 1:
+            ids, gradient = self._arrived[0]
+        else:
+            none = torch.empty(0, dtype=torch.int64, device=device), vector_of(0, self._wire, self._mesh.shard)
+            every = self._arrived or [(none[0], none[1].view(0, self._width))]
+            ids, gradient = add_up([row_ids for row_ids, _ in every], [part for _, part in every])
+        self._arrived = []
+        # A sum that was made before is not rounded again; all ranks know of it.
+        return ids, gradient.to(torch.promote_types(self._sent, torch.float32) if self._reopened else self._sent)
+
+    def take_sum(self, parts: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+        """Add up the gradients that all ranks have sent for the rows here, in the order of ranks."""
+        self.ids, self.summed = add_up(parts, gradients)
+        self.state = GradientState.SUMMED
+
+    def values(self) -> torch.Tensor:
+        """Return the summed gradient of all rows here, shape (rows here x width,); zero where a row has none."""
+        dense = self.summed.new_zeros(self._rows, self._width)
+        return dense.index_copy_(0, self.ids, self.summed).view(-1)
+
+    def put(self, values: torch.Tensor) -> None:
+        """Let the summed gradient be these values, shape (rows here x width,).
+
+        Rows of zeros that have had no gradient still have none.
+        """
+        rows = values.view(self._rows, self._width)
+        present = rows.any(1)
+        present[self.ids] = True
+        self.ids = present.nonzero().flatten()
+        self.summed, self.used = rows[self.ids].to(self.summed.dtype), [True]
+
+    def count_once(self, mesh: Mesh) -> None:
+        """Turn the sum into a gradient of the first rank that has copies of the rows, to which more is added."""
+        if self.state is GradientState.SUMMED:
+            self._arrived = [(self.ids + self._first, self.summed)] if mesh.replicate.rank == 0 else []
+            self.state, self._reopened = GradientState.LOCAL, True
+
+    def counted_values(self, mesh: Mesh, index: int | None = None) -> Iterator[torch.Tensor]:
+        """Yield the summed gradient, 1-D, on the first of the ranks that hold copies of the rows."""
+        if mesh.replicate.rank == mesh.group("tensor").rank == 0 and self.summed.numel():
+            yield self.summed.reshape(-1)
+
+    def not_finite(self) -> str | None:
+        """Name the weight if its gradient has a value that is not finite; None if it has none."""
+        return None if bool(self.summed.isfinite().all()) else self._name
+
+    def scale(self, factor: float, index: int | None = None) -> None:
+        """Multiply the gradient by ``factor``."""
+        self._arrived = [(ids, gradient * factor) for ids, gradient in self._arrived]
+        self.summed = self.summed * factor
+
+    def mark_used(self, used: Sequence[bool]) -> None:
+        """Set whether any rank has had a gradient since the last update."""
+        self.used = list(used)
+
+    def reset(self, keeps_memory: bool = True) -> None:
+        """Forget the gradient."""
+        self._arrived, self.state, self.used, self._reopened = [], GradientState.LOCAL, [False], False
+        self.ids, self.summed = self.ids[:0], self.summed[:0]
 
 
 class Table:
@@ -67,8 +151,6 @@ class Table:
         self.mesh, self.group = mesh, mesh.shard
         self.per_rank = -(-self.count // self.group.size)
         self.wire = dtype  # in which rows travel and are computed with
-        self._sent = sent or dtype  # dtype in which gradients travel
-        self._reopened = False
         row = PlacementRow(
             Placement.SHARDED, Placement.SHARDED, Placement.SHARDED, parameter_tier=tier, gradient_tier=tier,
             optimizer_tier=tier, pinned=False,
@@ -83,11 +165,7 @@ class Table:
         # Rows from ``first`` on; the last ranks may have fewer, or none.
         self.first = self.group.rank * self.per_rank
         self.rows_here = max(0, min(self.count, self.first + self.per_rank) - self.first)
-        self.state = GradientState.LOCAL
-        self.used = False  # a gradient has come since the last update
-        self._arrived: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.ids = torch.empty(0, dtype=torch.int64)  # of the summed gradient, local numbers
-        self.gradient = torch.empty(0, self.width)
+        self.gradient = RowGradient(self, sent or dtype)
         self._leaves: list[Any] = []
         self._folder: Path | None = None  # of files on NVMe
 
@@ -103,12 +181,9 @@ class Table:
 
     def place(
         self, materialise: Callable[[str, nn.Parameter], Source | None] | None, hot: int | None,
-        recall: Callable[[], None],
+        store: Tiers,
     ) -> None:  # fmt: skip
-        """Take this rank's rows of the parameter into memory; the parameter keeps its shape only.
-
-        ``recall`` brings back what ``engine.offload_states`` has put aside.
-        """
+        """Take this rank's rows of the parameter into memory; the parameter keeps its shape only."""
         flat, segment, plane = self.flat, self.flat.layout.segments[0], self._plane
         weight = flat.parameters[0]
         unmade = weight.is_meta
@@ -121,9 +196,10 @@ class Table:
             if value.numel() != stop - start:
                 raise ValueError(f"{source} gives {value.numel()} of the {stop - start} elements of {segment.name}")
             plane[: self.rows_here].view(-1).copy_(value)
-        flat.hold_rows(plane.view(-1), self.rows_here * self.width, Settled(self, recall))
+        flat.hold_rows(plane.view(-1), self.rows_here * self.width, store)
         cached = self.mesh.device.type != "cpu" or flat.parameter_tier is Tier.NVME
         self.rows = RowMemory(plane, self.mesh.device, hot if cached else None)
+        store.write_back(flat, self.rows.settle)
 
     def _take_first_ranks(self, value: torch.Tensor, plane: torch.Tensor, unmade: bool) -> None:
         """Copy this rank's rows of the first rank's value into ``plane``. Collective.
@@ -176,7 +252,7 @@ class Table:
         rows = vector_of(ids.numel() * self.width, self.wire, self.group).view(-1, self.width)
         if torch.is_grad_enabled() and self.module.weight.requires_grad:
             rows.requires_grad_()
-            rows.register_post_accumulate_grad_hook(RowArrival(self._notify, self, ids))
+            rows.register_post_accumulate_grad_hook(RowArrival(self._notify, self.gradient, ids))
             self._leaves = [leaf for leaf in self._leaves if leaf() is not None] + [ref(rows)]
         return rows
 
@@ -204,83 +280,36 @@ class Table:
         """Return the rows of lookups whose graph still exists: leaves, which autograd can be asked about."""
         return [leaf for reference in self._leaves if (leaf := reference()) is not None]
 
-    # Backward.
-
-    def take(self, ids: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Take the gradient of rows ``ids``, ascending and without duplicates, from one lookup."""
-        assert self.state is GradientState.LOCAL, self
-        self.used = True
-        self._arrived.append((ids.to(gradient.device), gradient))
-
-    def local(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ascending row numbers and the sums of their gradients on this rank."""
-        device = self.mesh.device
-        if len(self._arrived) == 1:
-            ids, gradient = self._arrived[0]
-        else:
-            none = torch.empty(0, dtype=torch.int64, device=device), vector_of(0, self.wire, self.group)
-            every = self._arrived or [(none[0], none[1].view(0, self.width))]
-            ids, gradient = add_up([row_ids for row_ids, _ in every], [part for _, part in every])
-        self._arrived = []
-        # A sum that was made before is not rounded again; all ranks know of it.
-        return ids, gradient.to(torch.promote_types(self._sent, torch.float32) if self._reopened else self._sent)
-
-    def take_sum(self, parts: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
-        """Add up the gradients that all ranks have sent for the rows here, in the order of ranks."""
-        self.ids, self.gradient = add_up(parts, gradients)
-        self.state = GradientState.SUMMED
-
-    def dense_gradient(self) -> torch.Tensor:
-        """Return the summed gradient of all rows here, shape (rows here x width,); zero where a row has none."""
-        dense = self.gradient.new_zeros(self.rows_here, self.width)
-        return dense.index_copy_(0, self.ids, self.gradient).view(-1)
-
-    def put(self, values: torch.Tensor) -> None:
-        """Let the summed gradient be these values, shape (rows here x width,).
-
-        Rows of zeros that have had no gradient still have none.
-        """
-        rows = values.view(self.rows_here, self.width)
-        present = rows.any(1)
-        present[self.ids] = True
-        self.ids = present.nonzero().flatten()
-        self.gradient, self.used = rows[self.ids].to(self.gradient.dtype), True
-
-    def reopen(self, counted: bool) -> None:
-        """Turn the sum into a gradient of this rank, to which more is added; drop it unless it is ``counted`` here."""
-        if self.state is GradientState.SUMMED:
-            self._arrived = [(self.ids + self.first, self.gradient)] if counted else []
-            self.state, self._reopened = GradientState.LOCAL, True
-
-    def scale(self, factor: float) -> None:
-        """Multiply the gradient by ``factor``."""
-        self._arrived = [(ids, gradient * factor) for ids, gradient in self._arrived]
-        self.gradient = self.gradient * factor
-
-    def mark_used(self, used: bool) -> None:
-        """Set whether any rank has had a gradient since the last update."""
-        self.used = used
-
-    def forget(self) -> None:
-        """Forget the gradient."""
-        self._arrived, self.state, self.used, self._reopened = [], GradientState.LOCAL, False, False
-        self.ids, self.gradient = self.ids[:0], self.gradient[:0]
-
     # Update.
+
+    def take_changes(self) -> None:
+        """Raise RuntimeError if somebody put another tensor in the weight's place, which would be lost."""
+        weight = self.flat.parameters[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            same = bool(weight.is_set_to(self.flat.views[0])) or bool(self.flat.unbound)
+        if not same:
+            self.refuse(self, f"{self.name}.weight was given new data, but it")
+
+    def refuse(self, table: Any, name: str) -> None:
+        """Raise RuntimeError: the weight is used as a whole, as its class says by ``name``."""
+        raise RuntimeError(
+            f"{name} has its rows spread over {self.group.size} ranks, and only its module looks them up; "
+            "read or change it inside `with zeromesh.zero.GatheredParameters([...])` on all ranks, or set sparse=False"
+        )
 
     def update(self, rule: str, options: Options, state: dict[str, Any]) -> None:
         """Update the rows that have a gradient; ``state`` is the optimizer's for the piece here."""
         chosen, dtype = RULES[rule], self.flat.master.dtype
         self._bind(chosen.states, options, state)
         state["step"] = state["step"] + 1
-        gradient = self.gradient.to(self.rows.place, dtype)
+        gradient = self.gradient.summed.to(self.rows.place, dtype)
         gradient = -gradient if options.get("maximize") else gradient
         number, settings = int(state["step"]), {**chosen.defaults, **options}
 
         def change(copies: list[torch.Tensor]) -> None:
             chosen.update(copies[0], gradient, copies[1:], number, settings)
 
-        self.rows.change(self.ids, change)
+        self.rows.change(self.gradient.ids, change)
 
     def _bind(self, states: tuple[RowState, ...], options: Options, state: dict[str, Any]) -> None:
         """Use the optimizer's states of these rows as planes; make those that are missing."""
@@ -310,29 +339,6 @@ class Table:
         if [plane.data_ptr() for plane in planes] != [plane.data_ptr() for plane in self.rows.planes]:
             self.rows.settle(forget=True)
             self.rows.replace(planes)
-
-
-class Settled:
-    """Storage of a table's flat buffer: it writes the cache back before others read or write the rows."""
-
-    def __init__(self, table: Table, recall: Callable[[], None]) -> None:
-        self._table, self._recall = table, recall
-
-    def load_states(self, flat: Flat, write: bool = False, read: bool = True) -> None:
-        """Write the cache back, so that rows and states are where they rest."""
-        self._recall()
-        self._table.rows.settle(forget=write)
-
-    load_shard = load_states
-
-    def windows(self, flat: Flat, write: bool = False, read: bool = True) -> Iterator[StateWindow]:
-        """Yield all rows as one window."""
-        self.load_states(flat, write, read)
-        yield whole_window(flat)
-
-    def form(self, flat: Flat) -> tuple[bool, bool]:
-        """Return (False, False): states are always in memory, and masters are whole."""
-        return False, False
 
 
 def add_up(ids: list[torch.Tensor], gradients: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

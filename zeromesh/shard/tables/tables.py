@@ -1,14 +1,17 @@
-"""All tables of a model: their gradients at an accumulation boundary, and their updates."""
+"""All tables of a model: the forwards of their modules, their gradients at a boundary, and their updates."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.optim import Optimizer
 
@@ -19,8 +22,8 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.parameters.absent_guard import Guard, Presence, change_class, unloaded_class
 from zeromesh.shard.parameters.deferred import Source
 from zeromesh.shard.parameters.flat import Flat
-from zeromesh.shard.tables.lookup import forward_of
-from zeromesh.shard.tables.lookups import Lookups
+from zeromesh.shard.store.tiers import Tiers
+from zeromesh.shard.tables.lookups import Lookups, TableCall
 from zeromesh.shard.tables.row_exchange import COPIES_TAG, ROWS_TAG, RowRequest, ask, from_all, swap, vector_of
 from zeromesh.shard.tables.row_rules import rule_of
 from zeromesh.shard.tables.table import Arrived, GradientState, Table
@@ -59,21 +62,14 @@ class Tables:
     def __len__(self) -> int:
         return len(self.every)
 
-    def __contains__(self, unit: object) -> bool:
-        return unit in self.every
-
     @property
     def flats(self) -> list[Flat]:
         """Flat buffers of the tables."""
         return [table.flat for table in self.every]
 
-    def of(self, parameter: torch.Tensor) -> Table | None:
-        """Return the table whose weight this is; None if it is none's."""
-        return next((table for table in self.every if table.flat.parameters[0] is parameter), None)
-
     def place(
         self, materialise: Callable[[str, nn.Parameter], Source | None] | None, mixed: bool, arrived: Arrived,
-        recall: Callable[[], None],
+        store: Tiers,
     ) -> None:  # fmt: skip
         """Place all rows, and replace the modules' forwards. Collective; see ``Table.place`` and ``Table.spread``."""
         # Stages of a pipeline without tables take part in the agreement.
@@ -90,14 +86,14 @@ class Tables:
         # Together, as a rank without room would leave the others waiting for its rows.
         agree_run(self._mesh.group("world"), "make room for its tables", make_room)
         for table in self.every:
-            table.place(materialise, self._settings.hot, recall)
+            table.place(materialise, self._settings.hot, store)
             table.spread(forward_of(table.module, self.lookups, table), arrived)
 
     def guard(self, base: type[nn.Parameter], names: Mapping[int, str]) -> None:
         """Make operations on whole weights raise; ``base`` is the class of parameters that answers for ``grad``."""
         for table in self.every:
             change_class(table.flat.parameters[0], base)
-            guard = Guard(table, unloaded_class(base, table, names, self.refuse), base)
+            guard = Guard(table, unloaded_class(base, table, names, table.refuse), base)
             guard.switch(Presence.UNLOADED)
             self._guards[table] = guard
 
@@ -107,24 +103,17 @@ class Tables:
         for table in self.every:
             table.gather_up()
 
-    def refuse(self, unit: Any, name: str) -> None:
-        """Raise RuntimeError: a table's weight is used as a whole."""
-        raise RuntimeError(
-            f"{name} has its rows spread over {self._mesh.shard.size} ranks, and only its module looks them up; "
-            "read or change it inside `with zeromesh.zero.GatheredParameters([...])` on all ranks, or set sparse=False"
-        )
-
     # Gradients.
 
     def complete(self) -> None:
         """Sum the gradients over the ranks, each row to the rank that has it. Collective, once between updates."""
         self.lookups.finish()
-        tables = [table for table in self.every if table.state is GradientState.LOCAL]
+        tables = [table for table in self.every if table.gradient.state is GradientState.LOCAL]
         if not tables:
             return
         group, rank = self._mesh.shard, self._mesh.shard.rank
         with span("reduce", "tables"):
-            local_sums = [table.local() for table in tables]
+            local_sums = [table.gradient.local() for table in tables]
             requests = [
                 RowRequest(table.name, place, ids, table.per_rank)
                 for place, (table, (ids, _)) in enumerate(zip(tables, local_sums, strict=True))
@@ -152,7 +141,7 @@ class Tables:
             swap(group, ROWS_TAG, sends, receives, "table_gradients")
             parts = [receives[peer].split(sizes[peer]) for peer in range(group.size)]
             for index, table in enumerate(tables):
-                table.take_sum(route.of(index), [part[index].view(-1, table.width) for part in parts])
+                table.gradient.take_sum(route.of(index), [part[index].view(-1, table.width) for part in parts])
             self._sum_copies(tables)
 
     def _sum_copies(self, tables: Sequence[Table]) -> None:
@@ -162,40 +151,13 @@ class Tables:
         if group.size == 1:
             return
         for table in tables:
-            table.take_sum(from_all(group, COPIES_TAG, table.ids), from_all(group, COPIES_TAG, table.gradient))
+            gradient = table.gradient
+            gradient.take_sum(from_all(group, COPIES_TAG, gradient.ids), from_all(group, COPIES_TAG, gradient.summed))
 
-    def summed(self, parameters: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """Return the summed gradients of tables, those of ``parameters`` or all, that this rank counts in a norm."""
-        if self._mesh.replicate.rank > 0 or self._mesh.group("tensor").rank > 0:
-            return []
-        chosen = self.every if parameters is None else [t for t in map(self.of, parameters) if t is not None]
-        return [table.gradient for table in chosen]
-
-    def scale(self, factor: float, parameters: Sequence[torch.Tensor] | None = None) -> None:
-        """Multiply the summed gradients of tables, those of ``parameters`` or all."""
-        if factor != 1.0:
-            chosen = self.every if parameters is None else [t for t in map(self.of, parameters) if t is not None]
-            for table in chosen:
-                table.scale(factor)
-
-    def used(self) -> list[bool]:
-        """Return by table whether a gradient has come on this rank since the last update."""
-        return [table.used for table in self.every]
-
-    def mark_used(self, flags: Sequence[bool]) -> None:
-        """Set by table whether any rank has had a gradient since the last update."""
-        for table, flag in zip(self.every, flags, strict=True):
-            table.mark_used(flag)
-
-    def reopen(self) -> None:
-        """Turn the sums into gradients of single ranks, to which the next backward adds."""
-        for table in self.every:
-            table.reopen(counted=self._mesh.replicate.rank == 0)
-
-    def forget(self) -> None:
-        """Forget all gradients."""
-        for table in self.every:
-            table.forget()
+    def scale(self, factor: float) -> None:
+        """Multiply the summed gradients."""
+        for table in self.every if factor != 1.0 else ():
+            table.gradient.scale(factor)
 
     # Update.
 
@@ -204,21 +166,12 @@ class Tables:
         self.lookups.finish()
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for table in self.every:
-            for _, _, piece in table.flat.pieces if table.used else ():
+            for _, _, piece in table.flat.pieces if any(table.gradient.used) else ():
                 group = groups.get(id(piece.parameter))
                 if group is not None:
                     rule = rule_of(optimizer, group, table.name)
                     with span("update", table.name):
                         table.update(rule, group, optimizer.state[piece.parameter])
-
-    def take_changes(self) -> None:
-        """Raise RuntimeError if somebody put another tensor in a weight's place, which would be lost."""
-        for table in self.every:
-            weight = table.flat.parameters[0]
-            with torch._C.DisableTorchFunctionSubclass():
-                same = bool(weight.is_set_to(table.flat.views[0])) or bool(table.flat.unbound)
-            if not same:
-                self.refuse(table, f"{table.name}.weight was given new data, but it")
 
     @contextmanager
     def gathered(self, tables: Sequence[Table], assemble: Callable[[Flat], torch.Tensor]) -> Iterator[None]:
@@ -235,3 +188,97 @@ class Tables:
                 table.flat.rebind(0)
                 table.flat.watch()
                 self._guards[table].switch(Presence.UNLOADED)
+
+
+def forward_of(module: Any, lookups: Lookups, table: Table) -> Callable[..., torch.Tensor]:
+    """Return a forward for the module, which may outlive the lookups and the table."""
+    # Here, as this import takes a second, which only models with tables pay.
+    disabled: Callable[..., torch.Tensor] = torch.compiler.disable(look_up)
+    weak_lookups, weak_table = ref(lookups), ref(table)
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        # A compiled model gets ordinary tensors: it asks here, outside of what is disabled for the compiler.
+        return disabled(module, weak_lookups(), weak_table(), torch.compiler.is_compiling(), *args, **kwargs)
+
+    return forward
+
+
+def look_up(
+    module: Any, lookups: Lookups | None, table: Table | None, at_once: bool, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Return the module's output from the rows that its indices name; arguments are those of its forward."""
+    if lookups is None or table is None:
+        raise RuntimeError("the engine that has the rows of this table is gone; keep the engine as long as the model")
+    # Of torch.func.functional_call, or of a copy of the model.
+    other = module.weight is not table.flat.parameters[0]
+    # Inside GatheredParameters ranks may generate texts of different lengths.
+    gathered = bool(table.flat.unbound) and not torch.is_grad_enabled() and module.max_norm is None
+    if other or gathered:
+        output: torch.Tensor = type(module).forward(module, *args, **kwargs)
+        return output
+    bag = isinstance(module, nn.EmbeddingBag)
+    call = (_bag if bag else _embedding)(module, table.name, *args, **kwargs)
+    at_once = at_once or (bag and module.mode == "max")  # its graph depends on the rows
+    # Copies of rows are shortened together, so in the order of calls, which is the same for all copies.
+    at_once = at_once or (module.max_norm is not None and table.mesh.replicate.size > 1)
+    return lookups.look_up(table, call, at_once)
+
+
+def _embedding(module: Any, name: str, input: torch.Tensor) -> TableCall:
+    ids, inverse = _distinct(input)
+    padding, shape = _place_of(module.padding_idx, ids), input.shape
+
+    def compute(rows: torch.Tensor) -> torch.Tensor:
+        return F.embedding(inverse.view(shape), rows, padding)
+
+    return TableCall(ids, compute, compute, _wrong(name, module.num_embeddings, input, None))
+
+
+def _bag(
+    module: Any, name: str, input: torch.Tensor, offsets: torch.Tensor | None = None,
+    per_sample_weights: torch.Tensor | None = None,
+) -> TableCall:  # fmt: skip
+    ids, inverse = _distinct(input)
+    padding, shape = _place_of(module.padding_idx, ids), input.shape
+
+    def compute(offsets: torch.Tensor | None, weights: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+        if not rows.shape[0]:  # torch wants a row, also where no bag has one
+            rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+        return F.embedding_bag(
+            inverse.view(shape), rows, offsets, mode=module.mode, per_sample_weights=weights,
+            include_last_offset=module.include_last_offset, padding_idx=padding,
+        )  # fmt: skip
+
+    first, second = (None if tensor is None else tensor.detach().clone() for tensor in (offsets, per_sample_weights))
+    failure = _wrong(name, module.num_embeddings, input, offsets)
+    return TableCall(ids, partial(compute, offsets, per_sample_weights), partial(compute, first, second), failure)
+
+
+def _distinct(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if input.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"indices of an embedding are {input.dtype}; they must be int64 or int32")
+    ids, inverse = torch.unique(input.long(), return_inverse=True)
+    return ids, inverse
+
+
+def _place_of(padding: int | None, ids: torch.Tensor) -> int | None:
+    """Return the position of the padding index among ``ids``; None if it is not there."""
+    if padding is None:
+        return None
+    at = (ids == padding).nonzero()
+    return int(at) if at.numel() else None
+
+
+def _wrong(name: str, rows: int, input: torch.Tensor, offsets: torch.Tensor | None) -> IndexError | None:
+    """Return the error of the first index that is out of range; None if there is none."""
+    if not input.numel() or (int(input.min()) >= 0 and int(input.max()) < rows):
+        return None
+    at = int(((input < 0) | (input >= rows)).flatten().nonzero()[0])
+    value = int(input.flatten()[at])
+    sample = at // input[0].numel() if input.ndim > 1 else at
+    if offsets is not None:
+        sample = int((offsets <= at).sum()) - 1
+    return IndexError(
+        f"index {value} of sample {sample} is out of range for {name}, which has {rows} rows: indices are 0 to "
+        f"{rows - 1}; map unknown values to a row of their own, or make the table larger"
+    )

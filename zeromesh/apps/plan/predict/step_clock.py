@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from zeromesh.apps.plan.predict.durations import UnitTime
-from zeromesh.shard.gradients.arrivals import ARRIVALS
+from zeromesh.shard.gradients.gradient_memory import ARRIVALS
 
 COMPUTE, DATA, OUT, IN, HOST, READ, WRITE = (
     "compute", "data links", "to host", "from host", "host", "disk reads", "disk writes",
