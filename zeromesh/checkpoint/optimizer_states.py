@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zeromesh.base.optimizer_table import row_of
 from zeromesh.base.piece import Piece
 from zeromesh.base.split import Held
 from zeromesh.checkpoint.boxes import Reader
@@ -109,8 +110,9 @@ def require_same_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: 
             )
     module = type(optimizer).__module__
     is_known = module.split(".")[0] == "zeromesh" or module.startswith("torch.optim")
-    # All others known here have states like their parameters, but for single numbers.
-    is_elementwise = is_known and type(optimizer).__name__ != "Adafactor"
+    # Most known here have states like their parameters, but for single numbers.
+    row = row_of(type(optimizer))
+    is_elementwise = is_known and not (row is not None and row.reduces_states)
     keys = _state_keys(reader)  # once: it goes through all names
     groups_of, scalars_of = reader.manifest.get("members", {}), reader.manifest["scalars"]
     of_group: dict[Any, set[str]] = {}

@@ -17,27 +17,13 @@ from pydantic import Field, TypeAdapter
 
 from zeromesh.base.buffer_memory import is_extra
 from zeromesh.base.files import Count, Form, record_type
+from zeromesh.base.optimizer_table import names_by_states
 from zeromesh.checkpoint.boxes import Box, runs
 from zeromesh.checkpoint.manifest import ANOTHER, are_all, as_written, require_form
 from zeromesh.checkpoint.packing import pack
 
 # Options that say how an update is computed, and not which: each library chooses its own.
 _IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
-
-_FAMILIES: dict[frozenset[str], tuple[str, ...]] = {
-    frozenset({"exp_avg", "exp_avg_sq"}): ("Adam", "AdamW", "Lamb"),
-    frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}): ("Adam", "AdamW"),
-    frozenset({"exp_avg"}): ("Lion",),
-    frozenset({"momentum_buffer"}): ("SGD", "Muon"),
-    frozenset({"sum"}): ("Adagrad",),
-}
-"""Optimizers by their states, where a file does not name the class."""
-
-
-def states_of(optimizer: type) -> frozenset[str]:
-    """Return the names of the states that a class of optimizers makes, of those in the table; empty for others."""
-    names = {base.__name__ for base in optimizer.__mro__}
-    return next((states for states, classes in _FAMILIES.items() if names & set(classes)), frozenset())
 
 
 @dataclass(frozen=True)
@@ -170,7 +156,7 @@ class Contents:
     @property
     def optimizers(self) -> list[str]:
         """Classes that have these states, which may go on with them; empty if that is not known."""
-        return [self.optimizer] if self.optimizer else list(_FAMILIES.get(self.state_keys, ()))
+        return [self.optimizer] if self.optimizer else names_by_states(self.state_keys)
 
     def without_states(self) -> None:
         """Drop all but the values of parameters and buffers."""

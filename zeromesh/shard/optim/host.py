@@ -99,12 +99,13 @@ class HostSteps:
         if rule is None:
             return None
         states = tuple(state.get(name) for name in RULES[rule].states(group))
-        if not all(isinstance(value, torch.Tensor) for value in states) or (rule in COUNTED and "step" not in state):
+        begun = not RULES[rule].counted or "step" in state
+        if not (begun and all(isinstance(value, torch.Tensor) for value in states)):
             return None
         # The numbers as they are now: whether they still hold is compared when the update is asked for.
-        numbers = {key: group[key] for key in HYPERPARAMETERS if key in group}
+        numbers = {key: group[key] for key in RULES[rule].options if key in group}
         # SGD only tells the first step from the others, by its momentum.
-        return UpdateStep(rule, numbers, int(state["step"]) + 1 if rule in COUNTED else 2), states
+        return UpdateStep(rule, numbers, int(state["step"]) + 1 if RULES[rule].counted else 2), states
 
     def adopt(self, parameter: Parameter, states: Sequence[torch.Tensor]) -> None:
         """Count a step that was taken elsewhere; the states are now these, or as they were where none are given."""
@@ -113,7 +114,7 @@ class HostSteps:
         assert rule is not None
         if states:
             state |= dict(zip(RULES[rule].states(group), states, strict=True))
-        if rule in COUNTED:
+        if RULES[rule].counted:
             state["step"] = state["step"] + 1
 
     def _states(self, parameter: Parameter, rule: str, group: dict[str, Any]) -> tuple[tuple[torch.Tensor, ...], int]:
@@ -151,15 +152,9 @@ class HostSteps:
             else:
                 zeros = zeros_on(Tier.HOST, parameter.numel(), parameter.dtype, parameter.device)
                 state[name] = zeros.view_as(parameter)
-        if rule in COUNTED:
+        if RULES[rule].counted:
             state["step"] = state.get("step", torch.tensor(0.0)) + 1
-        return int(state["step"]) if rule in COUNTED else 1 if first else 2, first
-
-
-COUNTED = frozenset({"adam", "adamw", "adagrad"})  # rules whose optimizers count steps, under the name ``step``
-
-# Options of groups that rules compute with.
-HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "maximize", "momentum", "dampening", "nesterov", "lr_decay")
+        return int(state["step"]) if RULES[rule].counted else 1 if first else 2, first
 
 
 def _number(value: Any) -> Any:
