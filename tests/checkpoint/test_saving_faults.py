@@ -15,7 +15,7 @@ import torch
 
 from harness import run_ranks, spawn_ranks
 from runs import assert_same, config, everything, seed_everything, start, train
-from zeromesh.checkpoint import boxes, save
+from zeromesh.checkpoint import boxes
 from zeromesh.checkpoint import checkpoint_folder as folders
 
 # Saves that fail.
@@ -105,7 +105,7 @@ def die(folder: str, where: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if (where == "shard") == (engine.mesh.rank == 1):
-        setattr(*((boxes, "dtype_name") if where == "shard" else (save, "commit")), kill)
+        setattr(*((boxes, "dtype_name") if where == "shard" else (folders, "commit")), kill)
     engine.save_checkpoint(folder)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from importlib import import_module
 from types import MappingProxyType
@@ -53,7 +53,7 @@ class OptimizerRow:
     reduces_states: bool = False  # whether they have fewer elements than the parameter
     rule: str = ""  # of the update on the host, in ``kernels.update_rules``
     row_rule: str = ""  # of the update of a table's rows, in ``shard.tables.row_rules``
-    fused: frozenset[str] = frozenset()  # devices on which torch has an update in one kernel that is used
+    fused: tuple[str, ...] = ()  # devices on which torch has an update in one kernel that is used
     other_params: Mapping[str, OtherParam] = field(default_factory=dict)
     replaces: tuple[Replaced, ...] = ()
     deepspeed_name: str = ""  # what follows "Fused" and "DeepSpeedCPU" in the names of DeepSpeed's classes
@@ -64,20 +64,13 @@ class OptimizerRow:
         return getattr(import_module(self.module), self.name)
 
 
-_CPU, _CUDA = "cpu", "cuda"
 _FUSED = "torch's fused update is used if it exists"
 _WIRE = "gradients are exact, and sent in 16 bits with fp16 or bf16"
 _BIAS = "torch's Adam always corrects the bias of its moments"
 _MUP = "pass parameter groups with muP's learning rates to initialize"
 _COMPRESSION = (
-    "freeze_step",
-    "cuda_aware",
-    "comm_backend_name",
-    "var_freeze_step",
-    "var_update_scaler",
-    "local_step_scaler",
-    "local_step_clipper",
-    "pipeline_enable_split",
+    *("freeze_step", "cuda_aware", "comm_backend_name", "var_freeze_step", "var_update_scaler"),
+    *("local_step_scaler", "local_step_clipper", "pipeline_enable_split"),
 )
 _LAMB = ("coeff_beta", "factor_max", "factor_min", "factor_threshold")
 _FP32_STATES = {"fp32_optimizer_states": OtherParam("states have the dtype of the master parameters", (True,))}
@@ -92,40 +85,29 @@ _ADAM_PARAMS = {
 }
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
+_ADAM = OptimizerRow(
+    "torch.optim",
+    "Adam",
+    listed=True,
+    states=_MOMENTS,
+    more_states=("max_exp_avg_sq",),
+    rule="adam",
+    row_rule="adam",
+    fused=("cpu", "cuda"),
+    other_params=_ADAM_PARAMS,
+    replaces=(
+        Replaced("fusedadam cpuadam deepspeedcpuadam", _FUSED),
+        Replaced("onebitadam zerooneadam", f"{_WIRE}; {_BIAS}", (*_COMPRESSION, "bias_correction")),
+        # Adam of the package mup is torch's, whose weight decay is part of the gradient.
+        Replaced("muadam", _MUP, params={"adam_w_mode": False}),
+    ),
+    deepspeed_name="Adam",
+    deepspeed_zero=True,
+)
+
 OPTIMIZERS = [
-    OptimizerRow(
-        "torch.optim",
-        "Adam",
-        listed=True,
-        states=_MOMENTS,
-        more_states=("max_exp_avg_sq",),
-        rule="adam",
-        row_rule="adam",
-        fused=frozenset({_CPU, _CUDA}),
-        other_params=_ADAM_PARAMS,
-        replaces=(
-            Replaced("fusedadam cpuadam deepspeedcpuadam", _FUSED),
-            Replaced("onebitadam zerooneadam", f"{_WIRE}; {_BIAS}", (*_COMPRESSION, "bias_correction")),
-            # Adam of the package mup is torch's, whose weight decay is part of the gradient.
-            Replaced("muadam", _MUP, params={"adam_w_mode": False}),
-        ),
-        deepspeed_name="Adam",
-        deepspeed_zero=True,
-    ),
-    OptimizerRow(
-        "torch.optim",
-        "AdamW",
-        listed=True,
-        states=_MOMENTS,
-        more_states=("max_exp_avg_sq",),
-        rule="adamw",
-        row_rule="adam",
-        fused=frozenset({_CPU, _CUDA}),
-        other_params=_ADAM_PARAMS,
-        replaces=(Replaced("muadamw", _MUP),),
-        deepspeed_name="Adam",
-        deepspeed_zero=True,
-    ),
+    _ADAM,
+    replace(_ADAM, name="AdamW", rule="adamw", replaces=(Replaced("muadamw", _MUP),)),
     OptimizerRow(
         "zeromesh.shard.optim.lamb",
         "Lamb",
@@ -154,7 +136,7 @@ OPTIMIZERS = [
         states=("sum",),
         rule="adagrad",
         row_rule="adagrad",
-        fused=frozenset({_CPU}),
+        fused=("cpu",),
         other_params=_AMSGRAD | _FP32_STATES,
         replaces=(Replaced("cpuadagrad deepspeedcpuadagrad", _FUSED),),
         deepspeed_name="Adagrad",
@@ -176,7 +158,7 @@ OPTIMIZERS = [
         Scope.EXCHANGING,
         listed=True,
         states=("momentum_buffer",),  # of its matrices
-        fused=frozenset({_CPU, _CUDA}),
+        fused=("cpu", "cuda"),
         other_params={"ns_method": OtherParam("both compute the same", ("standard", "gram"))},
         deepspeed_zero=True,
     ),

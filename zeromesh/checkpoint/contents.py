@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 NAMED = ("scalars", "members", "parameters", "tied", "extra")  # entries of the manifest by names of the model
 
+MEMBERS = ("params", "param_names")  # entries of a parameter group that are no options
+
 FROZEN_LEFT_OUT = "frozen_left_out"  # entry of the manifest: the checkpoint has no parameters that are not trained
 
 
@@ -236,6 +238,51 @@ def _optimizer_boxes(
 def pieces(sharded: ShardedModel) -> Iterator[tuple[Flat, Piece]]:
     """Return the pieces that this rank updates."""
     return ((flat, piece) for flat in sharded.flats for _, _, piece in flat.pieces)
+
+
+def options(group: dict[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint holds of a parameter group; tensors of one number as numbers."""
+    # Every rank has other parameters, so that they are no part of what is written.
+    entries = {key: plain_numbers(value) for key, value in group.items() if key not in MEMBERS}
+    return {key: value for key, value in entries.items() if _plain(value)}
+
+
+def plain_numbers(value: Any) -> Any:
+    """Return the value with numbers in the place of tensors of one element, also in a list or tuple."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(plain_numbers, value)) if type(value) in (list, tuple) else value
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(isinstance(item, int | float) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def scalars(engine: RunState) -> dict[str, dict[str, Any]]:
+    """Return the optimizer's states that are single numbers, by parameter; tensors as their value and their dtype."""
+    numbers: dict[str, dict[str, Any]] = {}
+    if engine.optimizer is None:
+        return numbers
+    # Ranks that hold pieces of one parameter have the same numbers, so that it does not matter whose is kept.
+    for _, piece in pieces(engine.sharded):
+        for key, value in engine.optimizer.state.get(piece.parameter, {}).items():
+            if not isinstance(value, torch.Tensor):
+                numbers.setdefault(piece.name, {})[key] = value
+            elif value.ndim == 0:
+                numbers.setdefault(piece.name, {})[key] = [value.item(), dtype_name(value.dtype)]
+    return numbers
+
+
+def members(engine: RunState) -> dict[str, int]:
+    """Return the number of the parameter group of each parameter that this rank updates a piece of."""
+    if engine.optimizer is None:
+        return {}
+    groups = {id(p): number for number, group in enumerate(engine.optimizer.param_groups) for p in group["params"]}
+    return {
+        piece.name: groups[id(piece.parameter)] for _, piece in pieces(engine.sharded) if id(piece.parameter) in groups
+    }
 
 
 def buffers(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:

@@ -86,63 +86,35 @@ def _adagrad(group: Group, step: int) -> dict[str, float]:
     }
 
 
+def _for_torch(group: Group, *numbers: str) -> dict[str, Any]:
+    """Return some options, and those that torch's functions have in common, as their arguments."""
+    options: dict[str, Any] = {key: float(group[key]) for key in ("lr", "weight_decay", *numbers)}
+    return options | {"maximize": bool(group.get("maximize"))}
+
+
 def _adam_by_torch(
-    group: Group, number: int, gradient: torch.Tensor, master: torch.Tensor, states: Sequence[torch.Tensor],
-    decoupled: bool = False,
-) -> None:  # fmt: skip
+    group: Group, number: int, g: torch.Tensor, master: torch.Tensor, states: Sequence[torch.Tensor], decoupled: bool
+) -> None:
     beta1, beta2 = map(float, group["betas"])
-    adam(
-        [master],
-        [gradient],
-        [states[0]],
-        [states[1]],
-        [],
-        [torch.tensor(number - 1.0)],  # torch counts on
-        fused=True,
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=float(group["lr"]),
-        weight_decay=float(group["weight_decay"]),
-        eps=float(group["eps"]),
-        maximize=bool(group.get("maximize")),
-        decoupled_weight_decay=decoupled,
-    )
+    steps = [torch.tensor(number - 1.0)]  # torch counts on
+    options = _for_torch(group, "eps") | {"beta1": beta1, "beta2": beta2, "decoupled_weight_decay": decoupled}
+    adam([master], [g], [states[0]], [states[1]], [], steps, fused=True, amsgrad=False, **options)
 
 
 def _adagrad_by_torch(
-    group: Group, number: int, gradient: torch.Tensor, master: torch.Tensor, states: Sequence[torch.Tensor]
+    group: Group, number: int, g: torch.Tensor, master: torch.Tensor, states: Sequence[torch.Tensor]
 ) -> None:
     adagrad(
-        [master],
-        [gradient],
-        [states[0]],
-        [torch.tensor(number - 1.0)],
-        fused=True,
-        lr=float(group["lr"]),
-        weight_decay=float(group["weight_decay"]),
-        eps=float(group["eps"]),
-        lr_decay=float(group["lr_decay"]),
-        maximize=bool(group.get("maximize")),
+        [master], [g], [states[0]], [torch.tensor(number - 1.0)], fused=True, **_for_torch(group, "eps", "lr_decay")
     )
 
 
 def _sgd_by_torch(
-    group: Group, number: int, gradient: torch.Tensor, master: torch.Tensor, states: Sequence[torch.Tensor]
+    group: Group, number: int, g: torch.Tensor, master: torch.Tensor, states: Sequence[torch.Tensor]
 ) -> None:
     buffers = [states[0] if states and number > 1 else None]
-    sgd(
-        [master],
-        [gradient],
-        buffers,
-        foreach=False,
-        lr=float(group["lr"]),
-        weight_decay=float(group["weight_decay"]),
-        momentum=float(group["momentum"]),
-        dampening=float(group["dampening"]),
-        nesterov=bool(group["nesterov"]),
-        maximize=bool(group.get("maximize")),
-    )
+    options = _for_torch(group, "momentum", "dampening") | {"nesterov": bool(group["nesterov"])}
+    sgd([master], [g], buffers, foreach=False, **options)
     if states and number == 1 and buffers[0] is not None:
         states[0].copy_(buffers[0])  # torch has made the momentum of the first step itself
 
@@ -162,7 +134,11 @@ _COMMON = ("lr", "weight_decay", "maximize")
 
 RULES: dict[str, UpdateRule] = {
     "adam": UpdateRule(
-        lambda group: ("exp_avg", "exp_avg_sq"), (*_COMMON, "betas", "eps"), _adam_by_torch, code=0, row=_adam
+        lambda group: ("exp_avg", "exp_avg_sq"),
+        (*_COMMON, "betas", "eps"),
+        partial(_adam_by_torch, decoupled=False),
+        code=0,
+        row=_adam,
     ),
     "adamw": UpdateRule(
         lambda group: ("exp_avg", "exp_avg_sq"),

@@ -270,7 +270,7 @@ class NoPieces(list[nn.Parameter]):
 def _finish(optimizer: Optimizer) -> None:
     """Explain empty groups; switch on the fused update where the user did not choose, and device and dtype have one."""
     row = row_of(update_class(optimizer))
-    devices = row.fused if row else frozenset()
+    devices = row.fused if row else ()
     for group in optimizer.param_groups:
         group["params"] = group["params"] or NoPieces()
         undecided = group.get("fused", False) is None and group["foreach"] is None and not group["differentiable"]
