@@ -29,7 +29,7 @@ from zeromesh.base.lock import LOCK, locked
 from zeromesh.checkpoint import checkpoint_folder as folders
 from zeromesh.checkpoint.boxes import Box, Reader, write_shard
 from zeromesh.checkpoint.copies.memory_files import MARK, mark, marked
-from zeromesh.checkpoint.formats import universal
+from zeromesh.checkpoint.formats import deepspeed
 from zeromesh.checkpoint.formats.form import Contents, StoredRange, whole
 from zeromesh.checkpoint.formats.pickles import Inert, read_tensors
 from zeromesh.checkpoint.manifest import MANIFEST, signed
@@ -252,7 +252,7 @@ def test_names_of_parameters_never_leave_the_folder(name: Any, tmp_path: Path) -
     contents["a state"].add_state("w", f"{name}/y", value["x"][0])
     for what, one in contents.items():
         with pytest.raises(ValueError, match=f"{what} is called"):
-            universal.write(one, tmp_path / "in" / "deep", lambda _: None)
+            deepspeed.write(one, tmp_path / "in" / "deep", lambda _: None)
     assert {path.name for path in tmp_path.iterdir()} == {"in"}
     assert not Path("/x").exists()
 

@@ -30,13 +30,13 @@ class OtherParam(NamedTuple):
     harmless: tuple[Any, ...] | None = None  # the values that change nothing here; None: any
 
 
-class Replaced(NamedTuple):
-    """Optimizers of DeepSpeed that are not here, in lower case, which a row takes the place of."""
+class Counterpart(NamedTuple):
+    """The optimizer here that makes the same update as one of DeepSpeed, without its approximations."""
 
-    names: str
+    name: str
     why: str
-    without: tuple[str, ...] = ()
-    params: Mapping[str, Any] = MappingProxyType({})
+    without: tuple[str, ...] = ()  # arguments that it has no use for
+    params: Mapping[str, Any] = MappingProxyType({})  # arguments that it needs
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class OptimizerRow:
     row_rule: str = ""  # of the update of a table's rows, in ``shard.tables.row_rules``
     fused: tuple[str, ...] = ()  # devices on which torch has an update in one kernel that is used
     other_params: Mapping[str, OtherParam] = field(default_factory=dict)
-    replaces: tuple[Replaced, ...] = ()
+    replaces: tuple[tuple[str, Counterpart], ...] = ()  # by names of DeepSpeed's optimizers, in lower case
     deepspeed_name: str = ""  # what follows "Fused" and "DeepSpeedCPU" in the names of DeepSpeed's classes
     deepspeed_zero: bool = False  # whether DeepSpeed takes it under ZeRO without being told to
 
@@ -96,10 +96,10 @@ _ADAM = OptimizerRow(
     fused=("cpu", "cuda"),
     other_params=_ADAM_PARAMS,
     replaces=(
-        Replaced("fusedadam cpuadam deepspeedcpuadam", _FUSED),
-        Replaced("onebitadam zerooneadam", f"{_WIRE}; {_BIAS}", (*_COMPRESSION, "bias_correction")),
+        ("fusedadam cpuadam deepspeedcpuadam", Counterpart("adam", _FUSED)),
+        ("onebitadam zerooneadam", Counterpart("adam", f"{_WIRE}; {_BIAS}", (*_COMPRESSION, "bias_correction"))),
         # Adam of the package mup is torch's, whose weight decay is part of the gradient.
-        Replaced("muadam", _MUP, params={"adam_w_mode": False}),
+        ("muadam", Counterpart("adam", _MUP, params={"adam_w_mode": False})),
     ),
     deepspeed_name="Adam",
     deepspeed_zero=True,
@@ -107,7 +107,7 @@ _ADAM = OptimizerRow(
 
 OPTIMIZERS = [
     _ADAM,
-    replace(_ADAM, name="AdamW", rule="adamw", replaces=(Replaced("muadamw", _MUP),)),
+    replace(_ADAM, name="AdamW", rule="adamw", replaces=(("muadamw", Counterpart("adamw", _MUP)),)),
     OptimizerRow(
         "zeromesh.shard.optim.lamb",
         "Lamb",
@@ -115,7 +115,10 @@ OPTIMIZERS = [
         listed=True,
         states=_MOMENTS,
         other_params={**_AMSGRAD, "eps_inside_sqrt": OtherParam("eps is added to the root", (False,))},
-        replaces=(Replaced("fusedlamb", _FUSED), Replaced("onebitlamb", _WIRE, _COMPRESSION + _LAMB)),
+        replaces=(
+            ("fusedlamb", Counterpart("lamb", _FUSED)),
+            ("onebitlamb", Counterpart("lamb", _WIRE, _COMPRESSION + _LAMB)),
+        ),
         deepspeed_name="Lamb",
     ),
     OptimizerRow(
@@ -125,7 +128,7 @@ OPTIMIZERS = [
         states=("exp_avg",),
         rule="lion",
         other_params=_GRAD_NONE | _FP32_STATES,
-        replaces=(Replaced("fusedlion cpulion deepspeedcpulion", _FUSED),),
+        replaces=(("fusedlion cpulion deepspeedcpulion", Counterpart("lion", _FUSED)),),
         deepspeed_name="Lion",
         deepspeed_zero=True,
     ),
@@ -138,7 +141,7 @@ OPTIMIZERS = [
         row_rule="adagrad",
         fused=("cpu",),
         other_params=_AMSGRAD | _FP32_STATES,
-        replaces=(Replaced("cpuadagrad deepspeedcpuadagrad", _FUSED),),
+        replaces=(("cpuadagrad deepspeedcpuadagrad", Counterpart("adagrad", _FUSED)),),
         deepspeed_name="Adagrad",
         deepspeed_zero=True,
     ),
@@ -150,7 +153,7 @@ OPTIMIZERS = [
         rule="sgd",
         row_rule="sgd",
         # Not fused: with momentum, torch's fails when a parameter's first gradient comes late.
-        replaces=(Replaced("musgd", _MUP),),
+        replaces=(("musgd", Counterpart("sgd", _MUP)),),
     ),
     OptimizerRow(
         "zeromesh.shard.optim.muon",

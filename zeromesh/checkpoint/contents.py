@@ -76,12 +76,19 @@ class RunState(Protocol):
         """Take the position of the training data's loader as that of the last update."""
 
 
-def boxes(engine: RunState, read: bool = True, exclude_frozen: bool = False) -> Iterator[Box]:
-    """Yield the boxes that this rank writes, each valid until the next; without ``read`` their data are any."""
+def boxes(
+    engine: RunState, read: bool = True, exclude_frozen: bool = False, of_client: Iterable[Box] = ()
+) -> Iterator[Box]:
+    """Yield the boxes that this rank writes, each valid until the next; without ``read`` their data are any.
+
+    Those ``of_client``, of the user's values, come last, on the first rank.
+    """
     plain = plain_names(engine.sharded.model)
     for box in _own_boxes(engine, read, exclude_frozen):
         kind, _, name = box.name.rpartition("/")
         yield box if (bare := plain(name)) == name else replace(box, name=f"{kind}/{bare}")
+    if engine.mesh.rank == 0:
+        yield from of_client
 
 
 def plain_names(model: nn.Module) -> Callable[[str], str]:

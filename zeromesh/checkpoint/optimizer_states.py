@@ -19,6 +19,8 @@ from zeromesh.shard.store.memory import unloaded
 from zeromesh.shard.store.window import StateWindow, pieces_in
 from zeromesh.shard.tables.row_rules import RULE_KEY
 
+STRANGE = "it is not what was written; choose another checkpoint, or pass load_optimizer_states=False"
+
 
 def _restored(present: Any, saved: Any) -> Any:
     """Return the new value of an option."""
@@ -51,8 +53,7 @@ def require_same_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: 
             if key in MEMBERS or not is_like(present, value) or (lists and len(present) != len(value)):
                 raise ValueError(
                     f"{reader.folder} has {key} = {str(value)[:80]!r} in group {number}, but this run has "
-                    f"{str(present)[:80]!r}: it is not what was written; choose another checkpoint, or pass "
-                    "load_optimizer_states=False"
+                    f"{str(present)[:80]!r}: {STRANGE}"
                 )
         before, now = options.get(RULE_KEY), group.get(RULE_KEY)
         if before != now:
@@ -77,8 +78,7 @@ def require_same_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: 
         if is_elementwise and alike != states and f"parameter/{piece.name}" in reader.names:
             raise ValueError(
                 f"{reader.folder} has the states {', '.join(sorted(states))} of {piece.name}, and "
-                f"{', '.join(sorted(alike))} of others in its group: it is not what was written; choose another "
-                "checkpoint, or pass load_optimizer_states=False"
+                f"{', '.join(sorted(alike))} of others in its group: {STRANGE}"
             )
         for name in (f"optimizer/{key}/{piece.name}" for key in tensors):
             shape, dtype = reader.shape(name), reader.dtype(name)
@@ -87,8 +87,7 @@ def require_same_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: 
             if is_elementwise and (not fits or dtype.is_floating_point != piece.parameter.is_floating_point()):
                 raise ValueError(
                     f"{name} in {reader.folder} is {dtype} of shape {shape}, but its parameter is "
-                    f"{piece.parameter.dtype} of shape {piece.shape}: it is not what was written; choose another "
-                    "checkpoint, or pass load_optimizer_states=False"
+                    f"{piece.parameter.dtype} of shape {piece.shape}: {STRANGE}"
                 )
             if not updates_whole(flat) and not fits:
                 raise ValueError(

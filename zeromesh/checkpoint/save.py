@@ -8,7 +8,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +63,10 @@ def save(
             require_free(draft.final)
         packed, tensors = pack_client_state(client_state)
         client.update(packed)
+        of_client.extend(tensors)
         _scheduler_state(engine)  # raises what cannot be kept, before anything is written
-        if rank == 0:
-            of_client.extend(tensors)
         # Sizes and names only; data of states on NVMe are read when they are written.
-        mine.extend((*boxes(engine, False, exclude_frozen), *of_client))
+        mine.extend(boxes(engine, False, exclude_frozen, of_client))
         if background is not None:
             background.reserve(mine, engine.mesh.device)
 
@@ -80,7 +78,7 @@ def save(
         resources.callback(writer.close)
         copies = []
         try:
-            for box in chain(boxes(engine, True, exclude_frozen), of_client):
+            for box in boxes(engine, True, exclude_frozen, of_client):
                 if background is None or box.from_disk:
                     writer.write(box)
                 else:

@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
-
 from zeromesh.base.optimizer_table import OPTIMIZERS
 from zeromesh.base.words import nearest, public_classes, show
 
 SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest", "WSD")  # ours, in any case
 
 
-class Counterpart(NamedTuple):
-    """The optimizer here that makes the same update as one of DeepSpeed, without its approximations."""
-
-    name: str
-    why: str
-    without: tuple[str, ...] = ()  # arguments that it has no use for
-    params: Mapping[str, Any] = MappingProxyType({})  # arguments that it needs
-
-
-EXACT_OPTIMIZERS = {
-    name: Counterpart(row.name.lower(), replaced.why, replaced.without, replaced.params)
-    for row in OPTIMIZERS
-    for replaced in row.replaces
-    for name in replaced.names.split()
-}
+EXACT_OPTIMIZERS = {name: row for table in OPTIMIZERS for names, row in table.replaces for name in names.split()}
 """Optimizers of DeepSpeed that are not here, in lower case, to what to use instead."""
 
 
