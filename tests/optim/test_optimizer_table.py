@@ -38,7 +38,7 @@ def _tilt(group: Any, number: int, gradient: torch.Tensor, master: torch.Tensor,
     master.sub_(gradient + states[0], alpha=float(group["lr"]))
 
 
-ROW = OptimizerRow(__name__, "Tilt", listed=True, states=("signs",), rule="tilt")
+ROW = OptimizerRow(__name__, "Tilt", states=("signs",), rule="tilt")
 RULE = UpdateRule(lambda group: ("signs",), ("lr", "tilt"), _tilt, counted=False)
 
 

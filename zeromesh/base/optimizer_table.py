@@ -47,8 +47,8 @@ class OptimizerRow:
     name: str
     scope: Scope = Scope.ELEMENTWISE
     remedy: str = ""  # where it is refused
-    listed: bool = False  # whether messages offer its name
-    states: tuple[str, ...] = ()  # of each element; files without the name of a class are recognized by them
+    # Of each element. Files that do not name the class are recognized by them; messages offer what has some.
+    states: tuple[str, ...] = ()
     more_states: tuple[str, ...] = ()  # which some options add
     reduces_states: bool = False  # whether they have fewer elements than the parameter
     rule: str = ""  # of the update on the host, in ``kernels.update_rules``
@@ -88,7 +88,6 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _ADAM = OptimizerRow(
     "torch.optim",
     "Adam",
-    listed=True,
     states=_MOMENTS,
     more_states=("max_exp_avg_sq",),
     rule="adam",
@@ -112,7 +111,6 @@ OPTIMIZERS = [
         "zeromesh.shard.optim.lamb",
         "Lamb",
         Scope.EXCHANGING,
-        listed=True,
         states=_MOMENTS,
         other_params={**_AMSGRAD, "eps_inside_sqrt": OtherParam("eps is added to the root", (False,))},
         replaces=(
@@ -124,7 +122,6 @@ OPTIMIZERS = [
     OptimizerRow(
         "zeromesh.shard.optim.lion",
         "Lion",
-        listed=True,
         states=("exp_avg",),
         rule="lion",
         other_params=_GRAD_NONE | _FP32_STATES,
@@ -135,7 +132,6 @@ OPTIMIZERS = [
     OptimizerRow(
         "torch.optim",
         "Adagrad",
-        listed=True,
         states=("sum",),
         rule="adagrad",
         row_rule="adagrad",
@@ -148,7 +144,6 @@ OPTIMIZERS = [
     OptimizerRow(
         "torch.optim",
         "SGD",
-        listed=True,
         states=("momentum_buffer",),
         rule="sgd",
         row_rule="sgd",
@@ -159,7 +154,6 @@ OPTIMIZERS = [
         "zeromesh.shard.optim.muon",
         "Muon",
         Scope.EXCHANGING,
-        listed=True,
         states=("momentum_buffer",),  # of its matrices
         fused=("cpu", "cuda"),
         other_params={"ns_method": OtherParam("both compute the same", ("standard", "gram"))},
@@ -185,10 +179,7 @@ OPTIMIZERS = [
         "(zero_optimization.stage = 0)",
     ),
     OptimizerRow(
-        "torch.optim",
-        "LBFGS",
-        Scope.NEVER,
-        "it evaluates the loss several times per step; use it without an engine",
+        "torch.optim", "LBFGS", Scope.NEVER, "it evaluates the loss several times per step; use it without an engine"
     ),
     OptimizerRow(
         "torch.optim",

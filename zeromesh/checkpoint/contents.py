@@ -157,12 +157,11 @@ def _own_boxes(engine: RunState, read: bool, exclude_frozen: bool) -> Iterator[B
     if sharded.mesh.group("stage").rank == 0:
         for name, buffer in own_buffers(sharded):
             if buffer.numel():
-                yield Box(f"buffer/{name}", tuple(buffer.shape), 0, buffer.numel(), buffer.flatten())
+                yield Box.whole(f"buffer/{name}", buffer)
     for name, value in extra_state(sharded)[1].items():
         if value.numel():
-            yield Box(name, tuple(value.shape), 0, value.numel(), value.flatten())
-    state = random_state(sharded.model)
-    yield Box(f"random/{sharded.mesh.rank}", tuple(state.shape), 0, state.numel(), state)
+            yield Box.whole(name, value)
+    yield Box.whole(f"random/{sharded.mesh.rank}", random_state(sharded.model))
 
 
 def _window_boxes(sharded: ShardedModel, window: StateWindow, optimizer: Optimizer | None) -> Iterator[Box]:
@@ -196,7 +195,7 @@ def _boxes(name: str, held_part: Held, start: int, stop: int, data: torch.Tensor
         parts = [data[low - start : high - start] for low, high in box.runs]
         values = parts[0] if len(parts) == 1 else torch.cat(parts)
         place = (None, None) if held_part.split is None else (box.offsets, box.sizes)
-        yield Box(name, held_part.whole, box.start, box.stop, values, *place)
+        yield Box.of(name, held_part.whole, box.start, values, *place)
 
 
 def updates_whole(flat: Flat) -> bool:
@@ -225,12 +224,12 @@ def _optimizer_boxes(
         if piece.by_row and piece.shape[1] != 1 and value.numel() * piece.shape[1] == piece.stop - piece.start:
             rows = piece.shape[:1]
             if piece.held.rank == 0:  # ranks along the tensor axis have copies
-                yield Box(name, rows, start // piece.shape[1], stop // piece.shape[1], value.flatten())
+                yield Box.of(name, rows, start // piece.shape[1], value)
             continue
         if updates_whole(flat) and shape != piece.parameter.shape:
             # As Adafactor's rows and columns: what it stands for is known to the optimizer only, so it is not cut.
             if start == 0:
-                yield Box(name, shape, 0, value.numel(), value.flatten())
+                yield Box.whole(name, value)
             continue
         if value.numel() != piece.stop - piece.start:
             raise ValueError(f"optimizer state {key!r} of {piece.name} has shape {shape}, not its parameter's")

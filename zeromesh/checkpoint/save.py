@@ -97,7 +97,7 @@ def save(
 
     agree_run(world, WHAT, collect)
     # Ranks share the disk, so that the sum of what they write has to fit.
-    sizes = world.exchange(torch.tensor([sum(box.data.nbytes + MANIFEST_BYTES for box in mine)]))
+    sizes = world.exchange(torch.tensor([sum(box.nbytes + MANIFEST_BYTES for box in mine)]))
     # The first rank alone holds the lock: it makes, renames and deletes folders for all.
     with ExitStack() as resources:
         agree_run(world, WHAT, lambda: draft.hold(resources) if rank == 0 else None)
@@ -188,8 +188,7 @@ def pack_client_state(client_state: Mapping[str, Any]) -> tuple[dict[str, Any], 
     """Return the user's values as JSON, and their tensors; raise TypeError for what cannot be kept."""
     apart: dict[str, torch.Tensor] = {}
     packed: dict[str, Any] = pack(dict(client_state), "client_state", apart)
-    filled = ((name, tensor) for name, tensor in apart.items() if tensor.numel())
-    return packed, [Box(name, tuple(tensor.shape), 0, tensor.numel(), tensor.flatten()) for name, tensor in filled]
+    return packed, [Box.whole(name, tensor) for name, tensor in apart.items() if tensor.numel()]
 
 
 def numbers(engine: RunState) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def check_optimizer(name: str) -> str:
     row = EXACT_OPTIMIZERS.get(name.lower())
     if row is not None:
         raise ValueError(f"is not available; use {row.name}: {row.why}")
-    ours = tuple(row.name.lower() for row in OPTIMIZERS if row.listed)
+    ours = tuple(row.name.lower() for row in OPTIMIZERS if row.states)
     return _check(name, ours, public_classes(torch.optim, torch.optim.Optimizer), "torch.optim")
 
 

@@ -154,7 +154,7 @@ class MemoryCopies:
         data[: len(layout.header)].copy_(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8))
         for box in boxes(engine, of_client=tensors):
             begin, end = layout.place(box)
-            data[begin:end].view(box.data.dtype).copy_(box.data.detach(), non_blocking=True)
+            data[begin:end].view(box.dtype).copy_(box.data(), non_blocking=True)
             layout.add(box, (begin, end), None)
         words = {
             "life": self._life, "sequence": self._sequence + 1, "ranks": self._world.size,

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from zeromesh.base.files import inside
-from zeromesh.checkpoint.formats.form import Contents, StoredRange, group_options, plain_number, tensors, whole
+from zeromesh.checkpoint.boxes import Box
+from zeromesh.checkpoint.formats.form import Contents, group_options, plain_number, tensors, whole
 from zeromesh.checkpoint.formats.lightning_checkpoints import IsTrained, add_numbered, shared_names
 from zeromesh.checkpoint.formats.pickles import Inert, read_tensors
 from zeromesh.checkpoint.formats.torch_distributed import named_groups
@@ -242,7 +243,7 @@ def _add_range(
             if value.numel() < at + count:
                 raise ValueError(f"{full} ends behind its group's {value.numel()} elements; copy the checkpoint again")
             data = value.narrow(0, at, count)
-            contents.parts.append(StoredRange(full, tuple(shape), value.dtype, first, first + count, data.detach))
+            contents.parts.append(Box(full, tuple(shape), value.dtype, first, first + count, data.detach))
 
 
 def read_universal(folder: Path) -> Contents:
@@ -281,7 +282,7 @@ def _add(contents: Contents, name: str, path: Path, shape: torch.Size) -> None:
     full = f"parameter/{name}" if path.stem == VALUE else f"optimizer/{path.stem}/{name}"
     data = value.reshape(-1)[: prod(shape)]
     if data.numel():
-        contents.parts.append(StoredRange(full, tuple(shape), value.dtype, 0, data.numel(), lambda: data))
+        contents.parts.append(Box(full, tuple(shape), value.dtype, 0, data.numel(), lambda: data))
 
 
 def write(contents: Contents, folder: Path, advance: Callable[[int], None], ranks: int = 0) -> Path:

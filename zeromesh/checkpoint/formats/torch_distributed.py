@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from zeromesh.base.buffer_memory import is_extra
 from zeromesh.base.files import inside, open_regular
-from zeromesh.checkpoint.formats.form import Contents, StoredRange, group_options, plain_number, tensors, whole
+from zeromesh.checkpoint.boxes import Box
+from zeromesh.checkpoint.formats.form import Contents, group_options, plain_number, tensors, whole
 from zeromesh.checkpoint.formats.lightning_checkpoints import IsTrained, names_by_number
 from zeromesh.checkpoint.formats.pickles import read_metadata, read_tensors
 
@@ -47,12 +48,12 @@ Keys = tuple[Any, ...]
 """Keys from the root of a nested state dict to a value."""
 
 
-def entries(folder: Path) -> dict[Keys, list[StoredRange] | Callable[[], Any]]:
+def entries(folder: Path) -> dict[Keys, list[Box] | Callable[[], Any]]:
     """Return the parts of each tensor, and a reader of each other value, by their path."""
     index = read_metadata(folder / INDEX)
     stored = {(key.fqn, tuple(key.offset or ())): info for key, info in index.storage_data.items()}
     paths = index.planner_data if isinstance(index.planner_data, dict) else {}
-    by_path: dict[Keys, list[StoredRange] | Callable[[], Any]] = {}
+    by_path: dict[Keys, list[Box] | Callable[[], Any]] = {}
     for name, entry in index.state_dict_metadata.items():
         path = tuple(paths.get(name, (name,)))
         try:
@@ -67,10 +68,10 @@ def entries(folder: Path) -> dict[Keys, list[StoredRange] | Callable[[], Any]]:
     return by_path
 
 
-def _part(folder: Path, entry: Any, chunk: Any, info: Any) -> StoredRange:
+def _part(folder: Path, entry: Any, chunk: Any, info: Any) -> Box:
     place = tuple(chunk.offsets), tuple(chunk.sizes)
     count = torch.Size(chunk.sizes).numel()
-    return StoredRange("", tuple(entry.size), entry.properties.dtype, 0, count, partial(_load, folder, info), *place)
+    return Box("", tuple(entry.size), entry.properties.dtype, 0, count, partial(_load, folder, info), *place)
 
 
 def _load(folder: Path, info: Any) -> Any:
@@ -95,7 +96,7 @@ def read(folder: Path, is_trained: IsTrained = bool) -> Contents:
     contents = Contents("a distributed checkpoint of torch")
     states: dict[Any, dict[str, Any]] = {}  # by parameter, then by key
     groups: dict[Any, dict[str, Any]] = {}  # by number; where states are flattened, by parameter
-    models: dict[Keys, dict[str, list[StoredRange]]] = {}  # by the path of the state dict, then by name
+    models: dict[Keys, dict[str, list[Box]]] = {}  # by the path of the state dict, then by name
     tree: dict[Any, Any] = {}
     for path, value in entries(folder).items():
         kind, *place = _place(path)
@@ -140,9 +141,7 @@ def _value(value: Any) -> Any:
     return value[0].read() if isinstance(value, list) else value()
 
 
-def _choose_model(
-    contents: Contents, models: Mapping[Keys, dict[str, list[StoredRange]]]
-) -> dict[str, list[StoredRange]]:
+def _choose_model(contents: Contents, models: Mapping[Keys, dict[str, list[Box]]]) -> dict[str, list[Box]]:
     """Return the model's state dict; others, as of averaged weights, are noted."""
     named = [path for path in models if path and path[-1] in _MODELS]
     chosen = named[0] if named else max(models, key=lambda path: len(models[path]), default=())
@@ -201,7 +200,7 @@ def read_megatron(folder: Path) -> Contents:
     """
     contents = Contents("a Megatron-Core checkpoint (torch_dist)")
     other: list[str] = []
-    values: dict[str, list[StoredRange]] = {}
+    values: dict[str, list[Box]] = {}
     for path, entry in entries(folder).items():
         name = ".".join(map(str, path))
         state = _STATE.fullmatch(name)
@@ -237,7 +236,7 @@ def read_megatron(folder: Path) -> Contents:
     return contents
 
 
-def _by_layer(kind: str, name: str, part: StoredRange) -> Iterator[StoredRange]:
+def _by_layer(kind: str, name: str, part: Box) -> Iterator[Box]:
     """Yield a part under its name, or the parts of single layers that it is made of."""
     stacked = _STACKED.fullmatch(name)
     if stacked is None or part.offsets is None or part.sizes is None:
@@ -251,8 +250,8 @@ def _by_layer(kind: str, name: str, part: StoredRange) -> Iterator[StoredRange]:
         )  # fmt: skip
 
 
-def _layer(part: StoredRange, number: int) -> torch.Tensor:
-    return part.read()[number]
+def _layer(part: Box, number: int) -> torch.Tensor:
+    return part.data().view(part.area[1])[number]
 
 
 class _Lazy(DefaultSavePlanner):
