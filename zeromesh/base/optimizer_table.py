@@ -21,6 +21,7 @@ class Scope(Enum):
     EXCHANGING = "pieces, and the other ranks by an exchange"
     WHOLE = "whole parameters"
     NEVER = "more than a step gives"
+    UNKNOWN = ""
 
 
 class OtherParam(NamedTuple):
@@ -58,6 +59,11 @@ class OptimizerRow:
     replaces: tuple[tuple[str, Counterpart], ...] = ()  # by names of DeepSpeed's optimizers, in lower case
     deepspeed_name: str = ""  # what follows "Fused" and "DeepSpeedCPU" in the names of DeepSpeed's classes
     deepspeed_zero: bool = False  # whether DeepSpeed takes it under ZeRO without being told to
+
+    @property
+    def takes_pieces(self) -> bool:
+        """True if it is right on pieces of parameters."""
+        return self.scope in (Scope.ELEMENTWISE, Scope.EXCHANGING)
 
     def load(self) -> Any:
         """Return the class."""
@@ -192,21 +198,23 @@ OPTIMIZERS = [
 ]
 """All rows; of two with one name, a configuration means the first."""
 
+UNKNOWN = OptimizerRow("", "", Scope.UNKNOWN)
 
-def row_of(cls: type) -> OptimizerRow | None:
-    """Return the row of a class; None for one that is not known."""
+
+def row_of(cls: type) -> OptimizerRow:
+    """Return the row of a class, ``UNKNOWN`` if it has none."""
     rows = (row for row in OPTIMIZERS if row.name == cls.__name__)
-    return next((row for row in rows if getattr(sys.modules.get(row.module), row.name, None) is cls), None)
+    return next((row for row in rows if getattr(sys.modules.get(row.module), row.name, None) is cls), UNKNOWN)
 
 
-def row_named(name: str) -> OptimizerRow | None:
-    """Return the row that a configuration means by a name, in any letter case; None if there is none."""
-    return next((row for row in OPTIMIZERS if row.name.lower() == name.lower()), None)
+def row_named(name: str) -> OptimizerRow:
+    """Return the row that a configuration means by a name, in any letter case; ``UNKNOWN`` if there is none."""
+    return next((row for row in OPTIMIZERS if row.name.lower() == name.lower()), UNKNOWN)
 
 
 def states_of(cls: type) -> frozenset[str]:
     """Return the names of the states that a class or its nearest known base makes; empty if that is not known."""
-    return frozenset(next((row.states for base in cls.__mro__ if (row := row_of(base))), ()))
+    return frozenset(next((row.states for base in cls.__mro__ if (row := row_of(base)) is not UNKNOWN), ()))
 
 
 def names_by_states(states: frozenset[str]) -> list[str]:

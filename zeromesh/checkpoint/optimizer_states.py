@@ -64,8 +64,7 @@ def require_same_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: 
     module = type(optimizer).__module__
     is_known = module.split(".")[0] == "zeromesh" or module.startswith("torch.optim")
     # Most known here have states like their parameters, but for single numbers.
-    row = row_of(type(optimizer))
-    is_elementwise = is_known and not (row is not None and row.reduces_states)
+    is_elementwise = is_known and not row_of(type(optimizer)).reduces_states
     keys = _state_keys(reader)  # once: it goes through all names
     groups_of, scalars_of = reader.manifest.get("members", {}), reader.manifest["scalars"]
     of_group: dict[Any, set[str]] = {}

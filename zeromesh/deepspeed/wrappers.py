@@ -82,8 +82,7 @@ class Scale:
 def _classes(engine: Engine, is_users: bool) -> Iterator[str]:
     """Yield the names of DeepSpeed's classes that the engine's optimizer stands for."""
     stage, host = engine.zero_optimization_stage(), engine.zero_use_cpu_optimizer()
-    row = row_named(engine.optimizer_name() or "")
-    kind = row.deepspeed_name if row else ""
+    kind = row_named(engine.optimizer_name() or "").deepspeed_name
     if not is_users and kind and not (engine.optimizer_params() or {}).get("torch_adam"):
         yield f"DeepSpeedCPU{kind}" if host else f"Fused{kind}"
     yield "DeepSpeedOptimizer"
@@ -163,7 +162,7 @@ def require_supported(optimizer: Any, asked: Asked, updates: bool) -> None:
         )
     if not isinstance(optimizer, Optimizer) or stage == 0:
         return
-    allowed = any(row.deepspeed_zero for cls in type(optimizer).__mro__ if (row := row_of(cls)))
+    allowed = any(row_of(cls).deepspeed_zero for cls in type(optimizer).__mro__)
     if not allowed and not settings.zero_allow_untested_optimizer:
         raise AssertionError(
             f"{type(optimizer).__name__} is not among the optimizers that DeepSpeed allows under ZeRO: set "

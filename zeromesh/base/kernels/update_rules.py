@@ -13,7 +13,7 @@ from torch.optim.adagrad import adagrad
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from zeromesh.base.optimizer_table import row_of
+from zeromesh.base.optimizer_table import UNKNOWN, row_of
 
 Group = Mapping[str, Any]  # hyperparameters as an optimizer's `param_groups` hold them
 
@@ -183,7 +183,7 @@ def update_class(optimizer: Optimizer | type[Optimizer]) -> type[Optimizer]:
     if isinstance(optimizer, Optimizer) and any(_is_replaced(optimizer, name) for name in vars(optimizer)):
         return Optimizer
     # Those of torch and ours are known one by one: torch's AdamW is an Adam with another constructor.
-    while not (cls.__module__.startswith("torch.optim.") or row_of(cls)) and len(cls.__bases__) == 1:
+    while not (cls.__module__.startswith("torch.optim.") or row_of(cls) is not UNKNOWN) and len(cls.__bases__) == 1:
         base: Any = cls.__bases__[0]
         methods = {name: value for name, value in vars(cls).items() if callable(value) or hasattr(value, "__get__")}
         overrides = [name for name, value in methods.items() if _is_method(name) and not _is_same(value, base, name)]
@@ -230,6 +230,6 @@ def rule_of(optimizer: Optimizer | type[Optimizer], group: Group) -> str | None:
     more than a constructor. Which of torch's forms (``foreach``, ``fused``) a group asks for does not matter.
     """
     row = row_of(update_class(optimizer))
-    if row is None or not row.rule or any(group.get(key) for key in _REFUSED):
+    if not row.rule or any(group.get(key) for key in _REFUSED):
         return None
     return "adamw" if row.rule == "adam" and group.get("decoupled_weight_decay") else row.rule

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh.base.kernels.update_rules import rule_of, update_class
-from zeromesh.base.optimizer_table import Scope, row_named, row_of
+from zeromesh.base.optimizer_table import UNKNOWN, Scope, row_named, row_of
 from zeromesh.base.piece import Piece, PieceExchange
 from zeromesh.base.words import public_classes
 from zeromesh.shard.optim.arguments import checked, unknown_parameter, without_auto
@@ -60,14 +60,14 @@ def build(
     cls, defaults = _class(type, params)
     _check_class(cls, sharded, allow_untested)
     context: dict[str, Any] = {}
-    if _is_exchanging(cls):
+    if row_of(cls).scope is Scope.EXCHANGING:
         # What the configuration does not say: these optimizers get it beside their parameters.
         context = {"exchange": exchange, "pieces": [piece for group in groups for piece in group.pieces]}
         if "matrices" in inspect.signature(cls).parameters:
             context["matrices"] = matrices()
     arguments = defaults | _accept(type, without_auto(params), _accepted(cls))
     # It may look at shapes, and whole parameters can have theirs.
-    if not sharded and not _takes_pieces(cls):
+    if not sharded and not row_of(cls).takes_pieces:
         _give_shapes(piece for group in groups for piece in group.pieces)
     param_groups = [
         {"params": [piece.parameter for piece in group.pieces]}
@@ -88,7 +88,7 @@ def _class(type: str, params: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     if type.lower() == "adam" and params.get("adam_w_mode", True):
         return torch.optim.AdamW, {"weight_decay": 0.0}
     row = row_named(type)
-    return (row.load() if row else public_classes(torch.optim, Optimizer)[type.lower()]), {}
+    return (public_classes(torch.optim, Optimizer)[type.lower()] if row is UNKNOWN else row.load()), {}
 
 
 def _accepted(cls: type[Optimizer]) -> dict[str, inspect.Parameter]:
@@ -104,7 +104,7 @@ def state_bytes(type: str, params: Mapping[str, Any]) -> int:
     """
     cls, _ = _class(type, params)
     row = row_of(cls)
-    if row is not None and row.scope in (Scope.EXCHANGING, Scope.NEVER):
+    if row.scope in (Scope.EXCHANGING, Scope.NEVER):
         return torch.float32.itemsize * len(row.states)
     weight = nn.Parameter(torch.zeros(8, 8, device="cpu", dtype=torch.float32))
     weight.grad = torch.zeros_like(weight)
@@ -135,7 +135,7 @@ def adopt(
         ValueError: if the optimizer would be wrong on pieces, has been stepped, or holds foreign parameters.
     """
     check_users(optimizer, pieces_by_parameter, sharded, allow_untested)
-    if not sharded and not _takes_pieces(update_class(optimizer)):
+    if not sharded and not row_of(update_class(optimizer)).takes_pieces:
         _give_shapes(piece for piece in pieces_by_parameter.values() if piece is not None)
     # The same group objects, since a scheduler may already hold them.
     for group in optimizer.param_groups:
@@ -168,7 +168,7 @@ def _accept(name: str, params: Mapping[str, Any], accepted: Mapping[str, inspect
     arguments: dict[str, Any] = {}
     row = row_named(name)
     for key, value in params.items():
-        other = row.other_params.get(key) if row else None
+        other = row.other_params.get(key)
         if key in accepted:
             arguments[key] = _plain(checked(f"optimizer.params.{key}", value, accepted[key]))
         elif key in _REFUSED_PARAMS:
@@ -218,26 +218,16 @@ def check_users(
 
 def is_tested(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is right on pieces of parameters: its class is known, or says so itself."""
-    return _takes_pieces(update_class(optimizer)) or hasattr(optimizer, "updates_pieces")
-
-
-def _takes_pieces(cls: type[Optimizer]) -> bool:
-    row = row_of(cls)
-    return row is not None and row.scope in (Scope.ELEMENTWISE, Scope.EXCHANGING)
-
-
-def _is_exchanging(cls: type[Optimizer]) -> bool:
-    row = row_of(cls)
-    return row is not None and row.scope is Scope.EXCHANGING
+    return row_of(update_class(optimizer)).takes_pieces or hasattr(optimizer, "updates_pieces")
 
 
 def _check_class(cls: type[Optimizer], sharded: bool, allow_untested: bool, name: str = "") -> None:
     row = row_of(cls)
-    if row is not None and row.scope is Scope.NEVER:
+    if row.scope is Scope.NEVER:
         raise ValueError(f"{cls.__name__} cannot be used: {row.remedy}")
-    if sharded and row is not None and row.scope is Scope.WHOLE:
+    if sharded and row.scope is Scope.WHOLE:
         raise ValueError(f"{cls.__name__} would be wrong on sharded parameters: {row.remedy}")
-    if sharded and not (allow_untested or row):
+    if sharded and not (allow_untested or row.takes_pieces):
         raise ValueError(
             f"{name or cls.__name__} is not known to update each element by itself, as it must where parameters are "
             "sharded; use ZeRO-0 (zero_optimization.stage = 0), or set `zero_allow_untested_optimizer` to "
@@ -269,8 +259,7 @@ class NoPieces(list[nn.Parameter]):
 
 def _finish(optimizer: Optimizer) -> None:
     """Explain empty groups; switch on the fused update where the user did not choose, and device and dtype have one."""
-    row = row_of(update_class(optimizer))
-    devices = row.fused if row else ()
+    devices = row_of(update_class(optimizer)).fused
     for group in optimizer.param_groups:
         group["params"] = group["params"] or NoPieces()
         undecided = group.get("fused", False) is None and group["foreach"] is None and not group["differentiable"]

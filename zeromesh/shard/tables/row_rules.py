@@ -88,9 +88,8 @@ def rule_of(optimizer: torch.optim.Optimizer, group: Options, names: str) -> str
         ValueError: there is no rule, or an option would change rows that no batch has used.
     """
     kind = type(optimizer)
-    row = row_of(update_class(optimizer))
     # Adam and AdamW refuse sparse gradients: tables get SparseAdam's update.
-    name = group.get(RULE_KEY, row.row_rule if row else "")
+    name = group.get(RULE_KEY, row_of(update_class(optimizer)).row_rule)
     if name not in RULES:
         subject = f"{RULE_KEY} = {name!r}" if RULE_KEY in group else f"{kind.__name__}"
         raise ValueError(
