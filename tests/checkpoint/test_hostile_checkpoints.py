@@ -31,8 +31,8 @@ from zeromesh.base.lock import LOCK, locked
 from zeromesh.checkpoint import checkpoint_folder as folders
 from zeromesh.checkpoint.boxes import Box, Reader, write_shard
 from zeromesh.checkpoint.copies.memory_files import MARK, mark, marked
-from zeromesh.checkpoint.formats import universal
-from zeromesh.checkpoint.formats.form import Contents, StoredRange, whole
+from zeromesh.checkpoint.formats import deepspeed
+from zeromesh.checkpoint.formats.form import Contents, whole
 from zeromesh.checkpoint.formats.pickles import Inert, read_tensors
 from zeromesh.checkpoint.manifest import MANIFEST, signed
 from zeromesh.checkpoint.weights.pretrained import build
@@ -206,7 +206,7 @@ def test_boxes_that_lie_over_each_other_or_leave_gaps_are_refused(tmp_path: Path
         found = []
         for top, left, height, width in areas:
             data = values[top : top + height, left : left + width].flatten()
-            found.append(Box("a", (4, 6), 0, data.numel(), data, (top, left), (height, width)))
+            found.append(Box.of("a", (4, 6), 0, data, (top, left), (height, width)))
         return found
 
     def write(*areas: tuple[int, int, int, int]) -> Reader:
@@ -227,8 +227,8 @@ def test_boxes_that_lie_over_each_other_or_leave_gaps_are_refused(tmp_path: Path
 
 
 def test_parts_of_other_libraries_that_leave_gaps_are_refused() -> None:
-    def part(start: int, stop: int) -> StoredRange:
-        return StoredRange("parameter/a", (6,), torch.float32, start, stop, lambda: torch.ones(stop - start))
+    def part(start: int, stop: int) -> Box:
+        return Box("parameter/a", (6,), torch.float32, start, stop, lambda: torch.ones(stop - start))
 
     assert whole([part(0, 4), part(4, 6)]).tolist() == [1.0] * 6
     for parts in ([part(0, 4)], [part(0, 4), part(0, 2)], [part(0, 4), part(3, 6)]):
@@ -252,7 +252,7 @@ def test_names_of_parameters_never_leave_the_folder(name: Any, tmp_path: Path) -
     contents["a state"].add_state("w", f"{name}/y", value["x"][0])
     for what, one in contents.items():
         with pytest.raises(ValueError, match=f"{what} is called"):
-            universal.write(one, tmp_path / "in" / "deep", lambda _: None)
+            deepspeed.write(one, tmp_path / "in" / "deep", lambda _: None)
     assert {path.name for path in tmp_path.iterdir()} == {"in"}
     assert not Path("/x").exists()
 

@@ -25,7 +25,7 @@ def write(folder: Path, *owned: list[Box]) -> Reader:
 
 def ranges(name: str, values: torch.Tensor, *cuts: int) -> list[Box]:
     flat, ends = values.flatten(), [0, *cuts, values.numel()]
-    return [Box(name, tuple(values.shape), a, b, flat[a:b]) for a, b in pairwise(ends)]
+    return [Box.of(name, tuple(values.shape), a, flat[a:b]) for a, b in pairwise(ends)]
 
 
 def test_only_files_that_hold_what_is_asked_for_are_read(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_parts_of_more_dimensions_hold_any_range_of_the_flattened_tensor(shape, 
     for offsets, sizes in parts:
         part = values[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))].flatten()
         for start, stop in ((0, part.numel() // 3), (part.numel() // 3, part.numel())):
-            written.append(Box("a", shape, start, stop, part[start:stop], offsets, sizes))
+            written.append(Box.of("a", shape, start, part[start:stop], offsets, sizes))
     reader = write(tmp_path, written[::2], written[1::2])
     assert torch.equal(reader.tensor("a"), values)
     for start in range(values.numel()):

@@ -17,6 +17,8 @@ from compare import assert_same
 from harness import run_ranks, spawn_ranks
 from runs import config, everything, seed_everything, start, train
 from zeromesh.checkpoint import boxes, save
+from runs import assert_same, config, everything, seed_everything, start, train
+from zeromesh.checkpoint import boxes
 from zeromesh.checkpoint import checkpoint_folder as folders
 
 # Saves that fail.
@@ -106,7 +108,7 @@ def die(folder: str, where: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if (where == "shard") == (engine.mesh.rank == 1):
-        setattr(*((boxes, "dtype_name") if where == "shard" else (save, "commit")), kill)
+        setattr(*((boxes, "dtype_name") if where == "shard" else (folders, "commit")), kill)
     engine.save_checkpoint(folder)
 
 

@@ -11,9 +11,9 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from math import prod
 from pathlib import Path
@@ -24,7 +24,16 @@ import torch
 from zeromesh.base.files import require_regular
 from zeromesh.base.words import some
 from zeromesh.checkpoint.checkpoint_folder import another_offered
-from zeromesh.checkpoint.manifest import CODES, dtype_name, hash_of, read_manifest, require_files, require_sound
+from zeromesh.checkpoint.manifest import (
+    ANOTHER,
+    CODES,
+    as_written,
+    dtype_name,
+    hash_of,
+    read_manifest,
+    require_files,
+    require_sound,
+)
 
 PART = 16 * 1024**2  # bytes that are written, hashed and brought to the host at a time
 
@@ -33,22 +42,69 @@ BUFFER = 1024**2  # bytes that are read at a time; few enough for a processor's 
 
 @dataclass(frozen=True)
 class Box:
-    """Elements ``[start, stop)`` of a flattened box of the tensor ``name``."""
+    """Elements ``[start, stop)`` of a flattened tensor, or of its box at ``offsets`` of ``sizes``."""
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
+    dtype: torch.dtype
     start: int
     stop: int
-    data: torch.Tensor  # shape (stop - start,)
+    read: Callable[[], torch.Tensor] | None = None  # any shape of ``stop - start`` elements
     offsets: tuple[int, ...] | None = None  # where the box begins in the tensor, by dimension; None: it is the tensor
     sizes: tuple[int, ...] | None = None
     from_disk: bool = False  # its data are in host memory only until the next box's are read
+
+    @classmethod
+    def of(
+        cls, name: str, shape: tuple[int, ...], start: int, data: torch.Tensor,
+        offsets: tuple[int, ...] | None = None, sizes: tuple[int, ...] | None = None,
+    ) -> Box:  # fmt: skip
+        """Return the box that begins at ``start`` and has the elements of ``data``."""
+        return cls(name, shape, data.dtype, start, start + data.numel(), lambda: data, offsets, sizes)
+
+    @classmethod
+    def whole(cls, name: str, tensor: torch.Tensor) -> Box:
+        """Return the box that is all of a tensor."""
+        return cls.of(name, tuple(tensor.shape), 0, tensor)
 
     @property
     def key(self) -> str:
         """Name of the box in the file."""
         within = "" if self.offsets is None else f"@{','.join(map(str, self.offsets))}"
         return f"{self.name}{within}[{self.start}:{self.stop}]"
+
+    @property
+    def area(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Offsets and sizes, by dimension, of the part of the tensor that the elements are in."""
+        sizes = self.sizes or self.shape
+        return self.offsets or (0,) * len(sizes), sizes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return (self.stop - self.start) * self.dtype.itemsize
+
+    def renamed(self, name: str) -> Box:
+        """Return the same part of a tensor of another name."""
+        return replace(self, name=name)
+
+    def data(self) -> torch.Tensor:
+        """Return the elements: 1-D, on any device."""
+        assert self.read is not None, f"{self.key} has no data"
+        with as_written(Path(self.name)):
+            data = self.read().detach().reshape(-1)
+        if data.numel() != self.stop - self.start:
+            wanted = self.stop - self.start
+            raise ValueError(f"{self.name} has {data.numel()} elements where {wanted} are expected; {ANOTHER}")
+        return data.to(self.dtype)
+
+    def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the pieces of elements ``[start, stop)`` here: (start in the tensor, start in the data, elements)."""
+        for place, within, length in _runs(self.shape, *self.area):
+            low = max(start, place + max(0, self.start - within))
+            high = min(stop, place + min(length, self.stop - within))
+            if low < high:
+                yield low, low - place + within - self.start, high - low
 
 
 class ShardLayout:
@@ -59,15 +115,15 @@ class ShardLayout:
     """
 
     def __init__(self, boxes: Sequence[Box]) -> None:
-        ordered = sorted(boxes, key=lambda box: -box.data.itemsize)  # each lies at a multiple of its item's size then
-        ends = list(itertools.accumulate((box.data.nbytes for box in ordered), initial=0))
+        ordered = sorted(boxes, key=lambda box: -box.dtype.itemsize)  # each lies at a multiple of its item's size then
+        ends = list(itertools.accumulate((box.nbytes for box in ordered), initial=0))
         entries: dict[str, Any] = {}
         for box, begin, end in zip(ordered, ends, ends[1:], strict=False):
-            if box.data.dtype not in CODES:
-                raise TypeError(f"{box.name} is of {box.data.dtype}, which a checkpoint cannot hold; convert it")
+            if box.dtype not in CODES:
+                raise TypeError(f"{box.name} is of {box.dtype}, which a checkpoint cannot hold; convert it")
             assert box.key not in entries, f"{box.key} is written twice"
             offsets = [begin, end]
-            entries[box.key] = {"dtype": CODES[box.data.dtype], "shape": [box.data.numel()], "data_offsets": offsets}
+            entries[box.key] = {"dtype": CODES[box.dtype], "shape": [box.stop - box.start], "data_offsets": offsets}
         # The format: the length of the JSON in 8 bytes, then the JSON, padded to a multiple of 8 bytes, then the data.
         text = json.dumps(entries).encode()
         text += b" " * (-len(text) % 8)
@@ -86,7 +142,7 @@ class ShardLayout:
     def add(self, box: Box, place: tuple[int, int], digest: str | None) -> None:
         """Describe a box that was written, with the SHA-256 of its data."""
         entry: dict[str, Any] = {
-            "key": box.key, "name": box.name, "shape": list(box.shape), "dtype": dtype_name(box.data.dtype),
+            "key": box.key, "name": box.name, "shape": list(box.shape), "dtype": dtype_name(box.dtype),
         }  # fmt: skip
         if box.offsets is not None and box.sizes is not None:
             entry |= {"offsets": list(box.offsets), "sizes": list(box.sizes)}
@@ -127,7 +183,7 @@ class ShardWriter:
         self._file.seek(place[0])
         digest = hashlib.sha256()
         # In parts, which bounds what of a tensor on a GPU is on the host.
-        for part in box.data.detach().contiguous().view(torch.uint8).split(PART) if box.data.numel() else ():
+        for part in box.data().contiguous().view(torch.uint8).split(PART) if box.nbytes else ():
             data = part.cpu().numpy()
             self._file.write(data)
             digest.update(data)
@@ -146,15 +202,17 @@ class ShardWriter:
         self._file.close()
 
 
-def write_shard(folder: Path, rank: int, boxes: Sequence[Box], filled: Iterable[Box] | None = None) -> dict[str, Any]:
-    """Write this rank's boxes and flush them to the disk; return its entry for the manifest.
+def write_shard(
+    folder: Path, rank: int, boxes: Sequence[Box], advance: Callable[[int], object] = lambda nbytes: None
+) -> dict[str, Any]:
+    """Write this rank's boxes, flush them to the disk, and return its entry for the manifest.
 
-    Where not all data fit in memory at once, ``filled`` yields the same boxes with their data, each valid until the
-    next; the data of ``boxes`` are not read then.
+    The data of one box are read at a time; ``advance`` is told its bytes when they are written.
     """
     with closing(ShardWriter(folder, rank, boxes)) as writer:
-        for box in boxes if filled is None else filled:
+        for box in boxes:
             writer.write(box)
+            advance(box.nbytes)
         return writer.finish()
 
 
@@ -163,29 +221,17 @@ class _Stored(NamedTuple):
 
     file: str
     begin: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    start: int
-    stop: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    box: Box
 
     @classmethod
     def of(cls, file: str, entry: dict[str, Any]) -> _Stored:
-        shape, dtype = tuple(entry["shape"]), getattr(torch, entry["dtype"])
-        offsets, sizes = tuple(entry.get("offsets", [0] * len(shape))), tuple(entry.get("sizes", shape))
-        return cls(file, entry["bytes"][0], shape, dtype, entry["start"], entry["stop"], offsets, sizes)
-
-    def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the pieces of elements ``[start, stop)`` here: (start in the tensor, start in the data, elements)."""
-        for place, within, length in runs(self.shape, self.offsets, self.sizes):
-            low = max(start, place + max(0, self.start - within))
-            high = min(stop, place + min(length, self.stop - within))
-            if low < high:
-                yield low, low - place + within - self.start, high - low
+        offsets, sizes = (tuple(entry[key]) if key in entry else None for key in ("offsets", "sizes"))
+        dtype = getattr(torch, entry["dtype"])
+        box = Box(entry["name"], tuple(entry["shape"]), dtype, entry["start"], entry["stop"], None, offsets, sizes)
+        return cls(file, entry["bytes"][0], box)
 
 
-def runs(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+def _runs(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
     """Yield the contiguous runs of a box: (start in the tensor, start in the box, elements)."""
     # Behind the last dimension that is cut, the box is contiguous in the tensor.
     cut = max((axis for axis in range(len(shape)) if sizes[axis] != shape[axis]), default=0)
@@ -229,11 +275,11 @@ class Reader:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the global shape of a tensor."""
-        return self._stored[name][0].shape
+        return self._stored[name][0].box.shape
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which a tensor was written."""
-        return self._stored[name][0].dtype
+        return self._stored[name][0].box.dtype
 
     def files(self, name: str) -> list[str]:
         """Return the files that hold a tensor."""
@@ -250,14 +296,14 @@ class Reader:
         """Copy elements ``[start, stop)`` of a flattened tensor into ``out``, shape ``(stop - start,)``, any dtype."""
         missing = stop - start
         for stored in self._stored.get(name, []):
-            pieces = [*stored.overlaps(start, stop)]
+            pieces = [*stored.box.overlaps(start, stop)]
             missing -= sum(length for _, _, length in pieces)
             if pieces:
                 require_regular(self.folder / stored.file)
                 with (self.folder / stored.file).open("rb", buffering=0) as file:
                     for place, within, length in pieces:
-                        file.seek(stored.begin + within * stored.dtype.itemsize)
-                        _read(file, stored.dtype, out[place - start :][:length])
+                        file.seek(stored.begin + within * stored.box.dtype.itemsize)
+                        _read(file, stored.box.dtype, out[place - start :][:length])
         if missing:
             raise ValueError(f"{self.folder} lacks {missing} of the {stop - start} elements of {name} that are needed")
 

@@ -8,12 +8,13 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from zeromesh.base.files import DRAFT as DRAFT
 from zeromesh.base.files import inside, is_inside, read_text, write_text
+from zeromesh.base.lock import FolderInUse, locked
 from zeromesh.checkpoint.manifest import MANIFEST, read_manifest, require_files, signed
 
 _log = logging.getLogger(__name__)
@@ -78,25 +79,56 @@ def write_latest(folder: Path, tag: str) -> None:
     _flush(folder)
 
 
-def begin(draft: Path, needed: int) -> None:
-    """Make the empty folder that a checkpoint of ``needed`` bytes is written to; raise OSError without the space."""
-    try:
-        # An earlier attempt may have left something in it.
-        remove(draft)
-        draft.mkdir(parents=True)
-    except OSError as error:
-        raise unwritable(draft.parent, error) from error
-    free = shutil.disk_usage(draft).free
-    if free < needed:
-        raise OSError(
-            errno.ENOSPC,
-            f"a checkpoint needs {needed:,} bytes in {draft.parent}, where {free:,} are free; make room, set "
-            "checkpoint.keep_last, or save to another folder",
-        )
+class Draft:
+    """A checkpoint that is being written to a folder of checkpoints; it gets its name when it is whole."""
+
+    def __init__(self, folder: Path, tag: str) -> None:
+        self._folder, self._tag = folder, tag
+        self.path, self.final = folder / f"{tag}{DRAFT}", folder / tag
+
+    def hold(self, resources: ExitStack) -> None:
+        """Lock the folder of checkpoints; raise FolderInUse if another run saves there."""
+        try:
+            resources.enter_context(locked(self._folder))
+        except FolderInUse as error:
+            raise FolderInUse(error.errno, f"{error.strerror}; let each run save to a folder of its own") from None
+        except OSError as error:
+            raise _unwritable(self._folder, error) from error
+
+    def begin(self, needed: int) -> None:
+        """Make the empty folder that ``needed`` bytes are written to; raise OSError without the space."""
+        try:
+            # An earlier attempt may have left something in it.
+            remove(self.path)
+            self.path.mkdir(parents=True)
+        except OSError as error:
+            raise _unwritable(self._folder, error) from error
+        free = shutil.disk_usage(self.path).free
+        if free < needed:
+            raise OSError(
+                errno.ENOSPC,
+                f"a checkpoint needs {needed:,} bytes in {self._folder}, where {free:,} are free; make room, set "
+                "checkpoint.keep_last, or save to another folder",
+            )
+
+    def finish(self, manifest: dict[str, Any], is_latest: bool = True, most: int | None = None) -> None:
+        """Write the manifest, and give the checkpoint its name; an earlier one of that name goes away.
+
+        Afterwards, so that at no time there are fewer, all but the last ``most`` of the latest go away, too.
+        """
+        write_manifest(self.path, manifest)
+        commit(self.path, self.final)
+        if is_latest:
+            write_latest(self._folder, self._tag)
+            if most is not None:
+                keep_last(self._folder, self._tag, most)
+
+    def discard(self) -> None:
+        """Delete what was written."""
+        remove(self.path)
 
 
-def unwritable(folder: Path, error: OSError) -> OSError:
-    """Return the error for a folder that cannot be written to."""
+def _unwritable(folder: Path, error: OSError) -> OSError:
     advice = "save to a folder that can be written to"
     return OSError(error.errno, f"cannot write a checkpoint to {folder} ({error.strerror}); {advice}")
 

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 NAMED = ("scalars", "members", "parameters", "tied", "extra")  # entries of the manifest by names of the model
 
+MEMBERS = ("params", "param_names")  # entries of a parameter group that are no options
+
 FROZEN_LEFT_OUT = "frozen_left_out"  # entry of the manifest: the checkpoint has no parameters that are not trained
 
 
@@ -74,12 +76,19 @@ class RunState(Protocol):
         """Take the position of the training data's loader as that of the last update."""
 
 
-def boxes(engine: RunState, read: bool = True, exclude_frozen: bool = False) -> Iterator[Box]:
-    """Yield the boxes that this rank writes, each valid until the next; without ``read`` their data are any."""
+def boxes(
+    engine: RunState, read: bool = True, exclude_frozen: bool = False, of_client: Iterable[Box] = ()
+) -> Iterator[Box]:
+    """Yield the boxes that this rank writes, each valid until the next; without ``read`` their data are any.
+
+    Those ``of_client``, of the user's values, come last, on the first rank.
+    """
     plain = plain_names(engine.sharded.model)
     for box in _own_boxes(engine, read, exclude_frozen):
         kind, _, name = box.name.rpartition("/")
         yield box if (bare := plain(name)) == name else replace(box, name=f"{kind}/{bare}")
+    if engine.mesh.rank == 0:
+        yield from of_client
 
 
 def plain_names(model: nn.Module) -> Callable[[str], str]:
@@ -148,12 +157,11 @@ def _own_boxes(engine: RunState, read: bool, exclude_frozen: bool) -> Iterator[B
     if sharded.mesh.group("stage").rank == 0:
         for name, buffer in own_buffers(sharded):
             if buffer.numel():
-                yield Box(f"buffer/{name}", tuple(buffer.shape), 0, buffer.numel(), buffer.flatten())
+                yield Box.whole(f"buffer/{name}", buffer)
     for name, value in extra_state(sharded)[1].items():
         if value.numel():
-            yield Box(name, tuple(value.shape), 0, value.numel(), value.flatten())
-    state = random_state(sharded.model)
-    yield Box(f"random/{sharded.mesh.rank}", tuple(state.shape), 0, state.numel(), state)
+            yield Box.whole(name, value)
+    yield Box.whole(f"random/{sharded.mesh.rank}", random_state(sharded.model))
 
 
 def _window_boxes(sharded: ShardedModel, window: StateWindow, optimizer: Optimizer | None) -> Iterator[Box]:
@@ -187,7 +195,7 @@ def _boxes(name: str, held_part: Held, start: int, stop: int, data: torch.Tensor
         parts = [data[low - start : high - start] for low, high in box.runs]
         values = parts[0] if len(parts) == 1 else torch.cat(parts)
         place = (None, None) if held_part.split is None else (box.offsets, box.sizes)
-        yield Box(name, held_part.whole, box.start, box.stop, values, *place)
+        yield Box.of(name, held_part.whole, box.start, values, *place)
 
 
 def updates_whole(flat: Flat) -> bool:
@@ -216,12 +224,12 @@ def _optimizer_boxes(
         if piece.by_row and piece.shape[1] != 1 and value.numel() * piece.shape[1] == piece.stop - piece.start:
             rows = piece.shape[:1]
             if piece.held.rank == 0:  # ranks along the tensor axis have copies
-                yield Box(name, rows, start // piece.shape[1], stop // piece.shape[1], value.flatten())
+                yield Box.of(name, rows, start // piece.shape[1], value)
             continue
         if updates_whole(flat) and shape != piece.parameter.shape:
             # As Adafactor's rows and columns: what it stands for is known to the optimizer only, so it is not cut.
             if start == 0:
-                yield Box(name, shape, 0, value.numel(), value.flatten())
+                yield Box.whole(name, value)
             continue
         if value.numel() != piece.stop - piece.start:
             raise ValueError(f"optimizer state {key!r} of {piece.name} has shape {shape}, not its parameter's")
@@ -236,6 +244,51 @@ def _optimizer_boxes(
 def pieces(sharded: ShardedModel) -> Iterator[tuple[Flat, Piece]]:
     """Return the pieces that this rank updates."""
     return ((flat, piece) for flat in sharded.flats for _, _, piece in flat.pieces)
+
+
+def options(group: dict[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint holds of a parameter group; tensors of one number as numbers."""
+    # Every rank has other parameters, so that they are no part of what is written.
+    entries = {key: plain_numbers(value) for key, value in group.items() if key not in MEMBERS}
+    return {key: value for key, value in entries.items() if _plain(value)}
+
+
+def plain_numbers(value: Any) -> Any:
+    """Return the value with numbers in the place of tensors of one element, also in a list or tuple."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(plain_numbers, value)) if type(value) in (list, tuple) else value
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(isinstance(item, int | float) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def scalars(engine: RunState) -> dict[str, dict[str, Any]]:
+    """Return the optimizer's states that are single numbers, by parameter; tensors as their value and their dtype."""
+    numbers: dict[str, dict[str, Any]] = {}
+    if engine.optimizer is None:
+        return numbers
+    # Ranks that hold pieces of one parameter have the same numbers, so that it does not matter whose is kept.
+    for _, piece in pieces(engine.sharded):
+        for key, value in engine.optimizer.state.get(piece.parameter, {}).items():
+            if not isinstance(value, torch.Tensor):
+                numbers.setdefault(piece.name, {})[key] = value
+            elif value.ndim == 0:
+                numbers.setdefault(piece.name, {})[key] = [value.item(), dtype_name(value.dtype)]
+    return numbers
+
+
+def members(engine: RunState) -> dict[str, int]:
+    """Return the number of the parameter group of each parameter that this rank updates a piece of."""
+    if engine.optimizer is None:
+        return {}
+    groups = {id(p): number for number, group in enumerate(engine.optimizer.param_groups) for p in group["params"]}
+    return {
+        piece.name: groups[id(piece.parameter)] for _, piece in pieces(engine.sharded) if id(piece.parameter) in groups
+    }
 
 
 def buffers(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:

@@ -100,8 +100,7 @@ def load(
     shapes = {f"parameter/{s.name}": s.held.whole for flat in sharded.flats for s in flat.layout.segments}
     shapes |= {f"buffer/{name}": tuple(buffer.shape) for name, buffer in own_buffers(sharded)}
     shapes |= {f"extra/{name}": () for name in extra_modules(sharded)}
-    wanted = {name: tuple(shape) for name, shape in of_all_stages(mesh, shapes).items()}  # JSON has lists
-
+    wanted = {name: tuple(shape) for name, shape in of_all_stages(mesh, shapes).items()}
     other_names = of_all_stages(mesh, tied(sharded))
     extra: dict[str, Any] = {}
 

@@ -1,4 +1,4 @@
-"""States of optimizers and the options of their groups: as they are written, and as they come back."""
+"""States of optimizers and the options of their groups, as they come back from a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zeromesh.base.optimizer_table import row_of
 from zeromesh.base.piece import Piece
 from zeromesh.base.split import Held
 from zeromesh.checkpoint.boxes import Reader
-from zeromesh.checkpoint.contents import RunState, elements_of, pieces, updates_whole
-from zeromesh.checkpoint.manifest import dtype_name
+from zeromesh.checkpoint.contents import MEMBERS, elements_of, pieces, plain_numbers, updates_whole
 from zeromesh.checkpoint.packing import is_like, unpack
 from zeromesh.shard.optim.schedules import RateSchedule
 from zeromesh.shard.sharded import ShardedModel
@@ -19,21 +19,7 @@ from zeromesh.shard.store.memory import unloaded
 from zeromesh.shard.store.window import StateWindow, pieces_in
 from zeromesh.shard.tables.row_rules import RULE_KEY
 
-_PARAMETERS = ("params", "param_names")
-
-
-def options(group: dict[str, Any]) -> dict[str, Any]:
-    """Return what a checkpoint holds of a parameter group; tensors of one number as numbers."""
-    # Every rank has other parameters, so that they are no part of what is written.
-    entries = {key: _numbers(value) for key, value in group.items() if key not in _PARAMETERS}
-    return {key: value for key, value in entries.items() if _plain(value)}
-
-
-def _numbers(value: Any) -> Any:
-    """Return the value with numbers in the place of tensors of one element, also in a list or tuple."""
-    if isinstance(value, list | tuple):
-        return type(value)(map(_numbers, value)) if type(value) in (list, tuple) else value
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+STRANGE = "it is not what was written; choose another checkpoint, or pass load_optimizer_states=False"
 
 
 def _restored(present: Any, saved: Any) -> Any:
@@ -45,37 +31,6 @@ def _restored(present: Any, saved: Any) -> Any:
     if isinstance(present, list | tuple) and isinstance(saved, list | tuple) and len(present) == len(saved):
         return type(saved)(_restored(old, new) for old, new in zip(present, saved, strict=True))
     return saved
-
-
-def _plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(isinstance(item, int | float) for item in value)
-    return value is None or isinstance(value, bool | int | float | str)
-
-
-def scalars(engine: RunState) -> dict[str, dict[str, Any]]:
-    """Return the optimizer's states that are single numbers, by parameter; tensors as their value and their dtype."""
-    numbers: dict[str, dict[str, Any]] = {}
-    if engine.optimizer is None:
-        return numbers
-    # Ranks that hold pieces of one parameter have the same numbers, so that it does not matter whose is kept.
-    for _, piece in pieces(engine.sharded):
-        for key, value in engine.optimizer.state.get(piece.parameter, {}).items():
-            if not isinstance(value, torch.Tensor):
-                numbers.setdefault(piece.name, {})[key] = value
-            elif value.ndim == 0:
-                numbers.setdefault(piece.name, {})[key] = [value.item(), dtype_name(value.dtype)]
-    return numbers
-
-
-def members(engine: RunState) -> dict[str, int]:
-    """Return the number of the parameter group of each parameter that this rank updates a piece of."""
-    if engine.optimizer is None:
-        return {}
-    groups = {id(p): number for number, group in enumerate(engine.optimizer.param_groups) for p in group["params"]}
-    return {
-        piece.name: groups[id(piece.parameter)] for _, piece in pieces(engine.sharded) if id(piece.parameter) in groups
-    }
 
 
 def require_same_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: Reader) -> None:
@@ -95,11 +50,10 @@ def require_same_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: 
         for key, value in options.items():
             present: Any = group.get(key)
             lists = isinstance(present, list | tuple) and isinstance(value, list | tuple)
-            if key in _PARAMETERS or not is_like(present, value) or (lists and len(present) != len(value)):
+            if key in MEMBERS or not is_like(present, value) or (lists and len(present) != len(value)):
                 raise ValueError(
                     f"{reader.folder} has {key} = {str(value)[:80]!r} in group {number}, but this run has "
-                    f"{str(present)[:80]!r}: it is not what was written; choose another checkpoint, or pass "
-                    "load_optimizer_states=False"
+                    f"{str(present)[:80]!r}: {STRANGE}"
                 )
         before, now = options.get(RULE_KEY), group.get(RULE_KEY)
         if before != now:
@@ -109,8 +63,8 @@ def require_same_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: 
             )
     module = type(optimizer).__module__
     is_known = module.split(".")[0] == "zeromesh" or module.startswith("torch.optim")
-    # All others known here have states like their parameters, but for single numbers.
-    is_elementwise = is_known and type(optimizer).__name__ != "Adafactor"
+    # Most known here have states like their parameters, but for single numbers.
+    is_elementwise = is_known and not row_of(type(optimizer)).reduces_states
     keys = _state_keys(reader)  # once: it goes through all names
     groups_of, scalars_of = reader.manifest.get("members", {}), reader.manifest["scalars"]
     of_group: dict[Any, set[str]] = {}
@@ -123,8 +77,7 @@ def require_same_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: 
         if is_elementwise and alike != states and f"parameter/{piece.name}" in reader.names:
             raise ValueError(
                 f"{reader.folder} has the states {', '.join(sorted(states))} of {piece.name}, and "
-                f"{', '.join(sorted(alike))} of others in its group: it is not what was written; choose another "
-                "checkpoint, or pass load_optimizer_states=False"
+                f"{', '.join(sorted(alike))} of others in its group: {STRANGE}"
             )
         for name in (f"optimizer/{key}/{piece.name}" for key in tensors):
             shape, dtype = reader.shape(name), reader.dtype(name)
@@ -133,8 +86,7 @@ def require_same_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: 
             if is_elementwise and (not fits or dtype.is_floating_point != piece.parameter.is_floating_point()):
                 raise ValueError(
                     f"{name} in {reader.folder} is {dtype} of shape {shape}, but its parameter is "
-                    f"{piece.parameter.dtype} of shape {piece.shape}: it is not what was written; choose another "
-                    "checkpoint, or pass load_optimizer_states=False"
+                    f"{piece.parameter.dtype} of shape {piece.shape}: {STRANGE}"
                 )
             if not updates_whole(flat) and not fits:
                 raise ValueError(
@@ -243,4 +195,4 @@ def set_learning_rates(optimizer: Optimizer, scheduler: Any) -> None:
     rates = scheduler.get_last_lr() if hasattr(scheduler, "get_last_lr") and not ours else []
     if len(rates) == len(optimizer.param_groups):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = _restored(group["lr"], _numbers(rate))
+            group["lr"] = _restored(group["lr"], plain_numbers(rate))

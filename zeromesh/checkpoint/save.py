@@ -8,43 +8,31 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zeromesh.base.files import LARGEST_RECORD, read_text
-from zeromesh.base.lock import FolderInUse, locked
 from zeromesh.base.version import VERSION
 from zeromesh.checkpoint.boxes import Box, ShardWriter
-from zeromesh.checkpoint.checkpoint_folder import (
-    DRAFT,
-    begin,
-    commit,
-    keep_last,
-    remove,
-    require_free,
-    require_tag,
-    unwritable,
-    write_json,
-    write_latest,
-    write_manifest,
-)
+from zeromesh.checkpoint.checkpoint_folder import Draft, require_free, require_tag, write_json
 from zeromesh.checkpoint.contents import (
     FROZEN_LEFT_OUT,
     NAMED,
     RunState,
     boxes,
     extra_state,
+    members,
     model_fields,
+    options,
     parameters,
     plain_names,
+    scalars,
     scheduler_name,
     tied,
 )
 from zeromesh.checkpoint.copies.background import WHAT, BackgroundSaves, Failures, explained, wait_for_ranks
-from zeromesh.checkpoint.optimizer_states import members, options, scalars
 from zeromesh.checkpoint.packing import pack
 from zeromesh.comm.agreement import agree_run, catch, require_agreement
 
@@ -62,8 +50,7 @@ def save(
     With ``background`` the state is only copied when this returns, and a thread writes it.
     """
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    draft, final = folder / f"{tag}{DRAFT}", folder / tag
-    rank, world = engine.mesh.rank, engine.mesh.group("world")
+    draft, rank, world = Draft(folder, tag), engine.mesh.rank, engine.mesh.group("world")
     mine: list[Box] = []
     client: dict[str, Any] = {}
     of_client: list[Box] = []
@@ -73,26 +60,25 @@ def save(
     def collect() -> None:
         require_tag(tag)
         if rank == 0:
-            require_free(final)
+            require_free(draft.final)
         packed, tensors = pack_client_state(client_state)
         client.update(packed)
+        of_client.extend(tensors)
         _scheduler_state(engine)  # raises what cannot be kept, before anything is written
-        if rank == 0:
-            of_client.extend(tensors)
         # Sizes and names only; data of states on NVMe are read when they are written.
-        mine.extend((*boxes(engine, False, exclude_frozen), *of_client))
+        mine.extend(boxes(engine, False, exclude_frozen, of_client))
         if background is not None:
             background.reserve(mine, engine.mesh.device)
 
     def read() -> _Part:
         """Write this rank's boxes, or copy them to memory; all that training changes is read here."""
-        if not draft.is_dir():
-            raise OSError(f"rank {rank} does not see {draft}, which the first rank made; {ONE_FOLDER}")
-        writer = ShardWriter(draft, rank, mine)
+        if not draft.path.is_dir():
+            raise OSError(f"rank {rank} does not see {draft.path}, which the first rank made; {ONE_FOLDER}")
+        writer = ShardWriter(draft.path, rank, mine)
         resources.callback(writer.close)
         copies = []
         try:
-            for box in chain(boxes(engine, True, exclude_frozen), of_client):
+            for box in boxes(engine, True, exclude_frozen, of_client):
                 if background is None or box.from_disk:
                     writer.write(box)
                 else:
@@ -105,48 +91,36 @@ def save(
         state = run_state(engine, client) | {FROZEN_LEFT_OUT: exclude_frozen} if rank == 0 else {}
         return _Part(draft, rank, world.size, writer, copies, numbers(engine), state)
 
-    count = engine.config.checkpoint.keep_last if save_latest else None
-
     def finish(part: _Part) -> None:
-        write_manifest(draft, part.state | merged(_taken(draft, world.size)))
-        commit(draft, final)
-        if save_latest:
-            write_latest(folder, tag)
-
-    def write_beside(part: _Part, failures: Failures) -> None:
-        part.write_beside(final, finish, failures)
-        if rank == 0 and count is not None:
-            keep_last(folder, tag, count)
+        manifest = part.state | merged(_taken(draft.path, world.size))
+        draft.finish(manifest, save_latest, engine.config.checkpoint.keep_last)
 
     agree_run(world, WHAT, collect)
     # Ranks share the disk, so that the sum of what they write has to fit.
-    sizes = world.exchange(torch.tensor([sum(box.data.nbytes + MANIFEST_BYTES for box in mine)]))
+    sizes = world.exchange(torch.tensor([sum(box.nbytes + MANIFEST_BYTES for box in mine)]))
     # The first rank alone holds the lock: it makes, renames and deletes folders for all.
     with ExitStack() as resources:
-        agree_run(world, WHAT, lambda: _lock(resources, folder) if rank == 0 else None)
+        agree_run(world, WHAT, lambda: draft.hold(resources) if rank == 0 else None)
         try:
-            agree_run(world, WHAT, lambda: begin(draft, int(sizes.sum())) if rank == 0 else None)
+            agree_run(world, WHAT, lambda: draft.begin(int(sizes.sum())) if rank == 0 else None)
             if background is not None:
                 part = agree_run(world, WHAT, read)
-                background.start(final, partial(write_beside, part), resources.pop_all())
-                return final
+                background.start(draft.final, partial(part.write_beside, finish), resources.pop_all())
+                return draft.final
             part = agree_run(world, WHAT, lambda: read().written())
             agree_run(world, WHAT, lambda: finish(part) if rank == 0 else None)
         except Exception:
             if rank == 0:
-                remove(draft)
+                draft.discard()
             raise
-        # After the new one has its name, so that at no time there are fewer.
-        if rank == 0 and count is not None:
-            keep_last(folder, tag, count)
-    return final
+    return draft.final
 
 
 @dataclass(frozen=True)
 class _Part:
     """A rank's part of a checkpoint: what is to be written yet, and nothing that training changes."""
 
-    draft: Path
+    draft: Draft
     rank: int
     ranks: int
     writer: ShardWriter
@@ -162,10 +136,10 @@ class _Part:
             entry = self.writer.finish()
         finally:
             self.writer.close()
-        write_json(self.draft / f"rank_{self.rank:05d}.json", {"shard": entry} | self.numbers)
+        write_json(self.draft.path / f"rank_{self.rank:05d}.json", {"shard": entry} | self.numbers)
         return self
 
-    def write_beside(self, final: Path, finish: Callable[[_Part], None], failures: Failures) -> None:
+    def write_beside(self, finish: Callable[[_Part], None], failures: Failures) -> None:
         """Write it without collectives; the first rank waits for the others and finishes.
 
         Raises:
@@ -173,28 +147,19 @@ class _Part:
         """
         _, failure = catch(self.written)
         if failure is not None:
-            failure = explained(final, failure)
+            failure = explained(self.draft.final, failure)
             failures.tell(self.rank, failure)
         if self.rank == 0:
             # Also after a failure: the draft is removed when nobody writes to it any more.
-            _, problem = catch(partial(wait_for_ranks, self.draft, self.ranks, failures))
+            _, problem = catch(partial(wait_for_ranks, self.draft.path, self.ranks, failures))
             if problem is None:
                 _, problem = catch(partial(finish, self))
             if problem is not None:
-                failure = failure or explained(final, problem)
+                failure = failure or explained(self.draft.final, problem)
                 with suppress(OSError):  # what cannot be removed goes with the next save
-                    remove(self.draft)
+                    self.draft.discard()
         if failure is not None:
             raise failure
-
-
-def _lock(resources: ExitStack, folder: Path) -> None:
-    try:
-        resources.enter_context(locked(folder))
-    except FolderInUse as error:
-        raise FolderInUse(error.errno, f"{error.strerror}; let each run save to a folder of its own") from None
-    except OSError as error:
-        raise unwritable(folder, error) from error
 
 
 def _taken(draft: Path, ranks: int) -> list[dict[str, Any]]:
@@ -223,8 +188,7 @@ def pack_client_state(client_state: Mapping[str, Any]) -> tuple[dict[str, Any], 
     """Return the user's values as JSON, and their tensors; raise TypeError for what cannot be kept."""
     apart: dict[str, torch.Tensor] = {}
     packed: dict[str, Any] = pack(dict(client_state), "client_state", apart)
-    filled = ((name, tensor) for name, tensor in apart.items() if tensor.numel())
-    return packed, [Box(name, tuple(tensor.shape), 0, tensor.numel(), tensor.flatten()) for name, tensor in filled]
+    return packed, [Box.whole(name, tensor) for name, tensor in apart.items() if tensor.numel()]
 
 
 def numbers(engine: RunState) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -16,7 +16,7 @@ from zeromesh.base.buffer_memory import is_extra
 from zeromesh.base.words import some
 from zeromesh.checkpoint.contents import extra_modules, own_buffers, plain_names
 from zeromesh.checkpoint.packing import Move, broadcast_value, move_tensors
-from zeromesh.comm.agreement import agree_run, texts
+from zeromesh.comm.agreement import agree_run
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.parameters.unit import Unit
@@ -27,79 +27,66 @@ _log = logging.getLogger(__name__)
 
 State = dict[str, torch.Tensor]
 
+Places = Mapping[int, tuple[Sequence[str], torch.Tensor]]
+"""Names of tensors in what is shown, and what is shown of them, by their ``id``; a part of a tensor stands for it."""
+
+
+Together = Callable[[Unit | Table], Sequence[Unit | Table]]
+"""Units that are whole at once with one of them."""
+
+
+class To(Enum):
+    """Ranks that get tensors of all stages."""
+
+    FIRST = "the first rank"
+    EVERY = "every rank"
+
+
 STATE_TAG = 12  # tag on the pipeline axis of tensors that are shown or saved whole
 
 
 def of_all_stages(mesh: Mesh, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge JSON values by name over all stages; the first stage that has a name counts. Collective."""
+    """Merge values by name over all stages, such as extra state; the first stage that has a name counts. Collective."""
     if mesh.sizes["pipeline"] == 1:
         return dict(values)
     merged: dict[str, Any] = {}
-    for text in texts(mesh.group("pipeline"), json.dumps(values)):
-        # Tied tensors are on several stages.
-        merged = merged | {name: value for name, value in json.loads(text).items() if name not in merged}
+    for place in range(mesh.sizes["pipeline"]):
+        part = broadcast_value(values, place, mesh.group("pipeline"))
+        merged |= {name: value for name, value in part.items() if name not in merged}
     return merged
 
 
-def on_all_ranks(mesh: Mesh, stage_state: State) -> State:
-    """Return the tensors of all stages, copies of those of others; the first stage with a name counts. Collective."""
-    state = State()
-    for part in on_every_rank(mesh, [stage_state]):
-        state |= part | state
-    return state
-
-
-def shows(mesh: Mesh) -> bool:
-    """Return whether this rank takes part in ``on_first_rank``: it is the first rank, or sends its stage there."""
-    return 0 in _line(mesh)
-
-
-def on_first_rank(mesh: Mesh, states: Iterable[State]) -> Iterator[State]:
-    """Yield the tensors of all stages on the first rank, one of the ``states`` at a time; empty ones elsewhere.
-
-    All ranks call it and go through it to its end.
-    """
-    ranks = _line(mesh)
+def shows(mesh: Mesh, to: To) -> bool:
+    """Return whether this rank's tensors are shown: it is such a rank, or sends its stage there."""
     # Other pipelines have the same stages, but gathering within a stage is for all of its ranks.
-    if ranks == [0] or 0 not in ranks:
-        yield from states
-        return
-    group, first = mesh.group("pipeline"), ranks.index(0)
-    if mesh.rank != 0:
-        send = partial(_point_to_point, group, first, True)
-        for state in states:
-            # An empty state would end the series.
-            if state:
-                _send(send, mesh.device, state)
-            yield {}
-        _send(send, mesh.device, {})
-        return
-    for place in range(group.size):
-        if place == first:
-            yield from states
-            continue
-        while state := dict(move_tensors(partial(_point_to_point, group, place, False), mesh.device, None)):
-            yield {name: value.cpu() for name, value in state.items()}
+    return to is To.EVERY or 0 in _line(mesh)
 
 
-def on_every_rank(mesh: Mesh, states: Iterable[State]) -> Iterator[State]:
-    """Yield the tensors of all stages on every rank, one of the ``states`` at a time; values are on the device.
+def shown_states(mesh: Mesh, to: To, states: Iterable[State]) -> Iterator[State]:
+    """Yield the tensors of all stages on some ranks, one of the ``states`` at a time, as they are there.
 
-    All ranks call it and go through it to its end.
+    Those of other stages are on the CPU of the first rank, or on the device of every rank. All ranks call it and go
+    through it to its end.
     """
-    group = mesh.group("pipeline")
+    group, line = mesh.group("pipeline"), _line(mesh)
+    sends = group.size > 1 and (to is To.EVERY or (0 in line and mesh.rank != 0))
     for place in range(group.size):
-        move = partial(group.broadcast, root=place)
-        if place != group.rank:
+        is_here = place == group.rank
+        if to is To.EVERY:
+            move: Move = partial(group.broadcast, root=place)
+        else:
+            move = partial(_point_to_point, group, line.index(0) if is_here and sends else place, is_here)
+        if is_here:
+            for state in filter(None, states):  # an empty one would end the series
+                if sends:
+                    _send(move, mesh.device, state)
+                if to is To.EVERY or mesh.rank == 0:
+                    yield state
+            if sends:
+                _send(move, mesh.device, {})
+        elif to is To.EVERY or mesh.rank == 0:
             while state := dict(move_tensors(move, mesh.device, None)):
-                yield state
-            continue
-        for state in filter(None, states):
-            if group.size > 1:
-                _send(move, mesh.device, state)
-            yield state
-        if group.size > 1:
-            _send(move, mesh.device, {})
+                yield state if to is To.EVERY else {name: value.cpu() for name, value in state.items()}
 
 
 def _line(mesh: Mesh) -> list[int]:
@@ -120,16 +107,15 @@ def _send(move: Move, device: torch.device, state: State) -> None:
 
 
 def whole_units(
-    sharded: ShardedModel, together: Callable[[Unit | Table], Sequence[Unit | Table]] = lambda unit: [unit],
-    of_first: bool = True,
-) -> Iterator[list[torch.Tensor]]:  # fmt: skip
+    sharded: ShardedModel, together: Together | None = None, of_first: bool = True
+) -> Iterator[list[torch.Tensor]]:
     """Yield the parameters of each unit, whole until the next unit is taken. All ranks go through it to its end.
 
-    ``together`` gives the units that are whole at once; ``of_first`` leaves out what an earlier stage has, too.
+    ``of_first`` leaves out what an earlier stage has, too.
     """
     # One at a time, so that no rank holds the whole model on its device.
     for unit in sharded.parts:
-        with sharded.gathered(together(unit)):
+        with sharded.gathered([unit] if together is None else together(unit)):
             flats = [flat for flat in unit.flats if not of_first or sharded.is_first(flat)]
             yield [parameter for flat in flats for parameter in flat.parameters]
 
@@ -172,45 +158,73 @@ def tensor_states(sharded: ShardedModel) -> State:
     return {name: state for name, state in states.items() if name not in others}
 
 
-def extra_of_all_stages(mesh: Mesh, states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the extra state of modules of all stages, by name. Collective."""
-    if mesh.sizes["pipeline"] == 1:
-        return dict(states)
-    extra: dict[str, Any] = {}
-    for place in range(mesh.sizes["pipeline"]):
-        extra = broadcast_value(states, place, mesh.group("pipeline")) | extra  # the first stage with a name counts
-    return extra
+def tensors(
+    sharded: ShardedModel,
+    to: To,
+    places: Places,
+    copy: Callable[[State], State],
+    together: Together | None = None,
+    others: State | None = None,
+) -> Iterator[State]:
+    """Yield the model's whole tensors on some ranks, those of one unit at a time, then the buffers.
+
+    All ranks call it and go through it to its end. Tied tensors come once, from the first stage that has them.
+
+    Args:
+        sharded: the model.
+        to: the ranks that get them: the first one on the CPU, every one on its device.
+        places: of tensors that are shown; others are left out.
+        copy: returns what is yielded of a unit's tensors, whose values are there until it returns.
+        together: gives the units that are whole at once.
+        others: what is yielded at the end, beside parameters and buffers.
+    """
+    shown = shows(sharded.mesh, to)
+
+    def states() -> Iterator[State]:
+        for members in chain(whole_units(sharded, together), [[buffer for _, buffer in own_buffers(sharded)]]):
+            entries = (places[id(tensor)] for tensor in members if id(tensor) in places)
+            yield copy({name: tensor for names, tensor in entries for name in names}) if shown else {}
+        if others:
+            yield copy(others) if shown else {}
+
+    return shown_states(sharded.mesh, to, states())
 
 
 def gathered_state_dict(sharded: ShardedModel) -> State:
     """Return whole parameters and buffers as CPU tensors, and extra state, on rank 0, {} elsewhere."""
     state = State()
     keys, others = keys_of(sharded.model)
-    for part in on_first_rank(sharded.mesh, _shown(sharded, keys)):
+    members = {id(tensor): tensor for tensor in (*sharded.model.parameters(), *sharded.model.buffers())}
+    places = {key: (names[:1], members[key]) for key, names in keys.items()}
+    for part in tensors(sharded, To.FIRST, places, copied):
         state |= part
     names = of_all_stages(sharded.mesh, {name: some[0] for some in keys.values() for name in some[1:]})
-    extra = extra_of_all_stages(sharded.mesh, {k: value for k, value in others.items() if k not in sharded.idle})
+    extra = of_all_stages(sharded.mesh, {k: value for k, value in others.items() if k not in sharded.idle})
     return state | {name: state[saved_name] for name, saved_name in names.items()} | extra if state else state
 
 
-def _shown(sharded: ShardedModel, keys: Mapping[int, list[str]]) -> Iterator[State]:
-    """Yield the tensors of this rank's stage, by their first ``keys``, on the ranks that show them."""
-    shown = shows(sharded.mesh)
-    for members in chain(whole_units(sharded), [[buffer for _, buffer in own_buffers(sharded)]]):
-        chosen = [tensor for tensor in members if shown and id(tensor) in keys]
-        yield {keys[id(tensor)][0]: tensor.detach().to("cpu", copy=True) for tensor in chosen}
+def copied(state: State) -> State:
+    """Return copies on the CPU."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+
+
+def parameter_copies(sharded: ShardedModel) -> dict[int, torch.Tensor]:
+    """Return copies of the whole parameters of this stage, by their ``id``. Collective."""
+    copies: dict[int, torch.Tensor] = {}
+    for members in whole_units(sharded, of_first=False):
+        copies |= {id(parameter): parameter.detach().clone() for parameter in members}
+    return copies
 
 
 def add_stages(sharded: ShardedModel, state: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return this rank's state dict with the tensors of the other stages. Collective."""
-    tensors = {
-        name: value
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor) and name.removeprefix(prefix) not in sharded.idle and not is_extra(name)
-    }
-    here = {name: v for name, v in state.items() if is_extra(name) and name.removeprefix(prefix) not in sharded.idle}
-    extra = extra_of_all_stages(sharded.mesh, here)
-    return state | on_all_ranks(sharded.mesh, tensors) | extra
+    here = {name: value for name, value in state.items() if name.removeprefix(prefix) not in sharded.idle}
+    members = {n: value for n, value in here.items() if isinstance(value, torch.Tensor) and not is_extra(n)}
+    extra = of_all_stages(sharded.mesh, {name: value for name, value in here.items() if is_extra(name)})
+    every = State()
+    for part in shown_states(sharded.mesh, To.EVERY, [members]):
+        every |= part | every  # the first stage with a name counts
+    return state | every | extra
 
 
 def load_here(sharded: ShardedModel, state: Mapping[str, Any], strict: bool) -> Any:

@@ -2,48 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
-
+from zeromesh.base.optimizer_table import OPTIMIZERS
 from zeromesh.base.words import nearest, public_classes, show
 
-OPTIMIZERS = ("adam", "adamw", "lamb", "lion", "adagrad", "sgd", "muon")  # ours, in any letter case
 SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest", "WSD")  # ours, in any case
 
 
-class Counterpart(NamedTuple):
-    """The optimizer here that makes the same update as one of DeepSpeed, without its approximations."""
-
-    name: str
-    why: str
-    without: tuple[str, ...] = ()  # arguments that it has no use for
-    params: Mapping[str, Any] = MappingProxyType({})  # arguments that it needs
-
-
-_FUSED = "torch's fused update is used if it exists"
-_WIRE = "gradients are exact, and sent in 16 bits with fp16 or bf16"
-_BIAS = "torch's Adam always corrects the bias of its moments"
-_MUP = "pass parameter groups with muP's learning rates to initialize"
-_COMPRESSION = (
-    "freeze_step", "cuda_aware", "comm_backend_name", "var_freeze_step", "var_update_scaler", "local_step_scaler",
-    "local_step_clipper", "pipeline_enable_split",
-)  # fmt: skip
-_LAMB = ("coeff_beta", "factor_max", "factor_min", "factor_threshold")
-
-# Adam of the package mup is torch's, whose weight decay is part of the gradient.
-_ROWS = (
-    ("fusedadam cpuadam deepspeedcpuadam", Counterpart("adam", _FUSED)),
-    ("fusedlamb", Counterpart("lamb", _FUSED)),
-    ("fusedlion cpulion deepspeedcpulion", Counterpart("lion", _FUSED)),
-    ("cpuadagrad deepspeedcpuadagrad", Counterpart("adagrad", _FUSED)),
-    ("onebitadam zerooneadam", Counterpart("adam", f"{_WIRE}; {_BIAS}", (*_COMPRESSION, "bias_correction"))),
-    ("onebitlamb", Counterpart("lamb", _WIRE, _COMPRESSION + _LAMB)),
-    ("muadam", Counterpart("adam", _MUP, params={"adam_w_mode": False})),
-    ("muadamw", Counterpart("adamw", _MUP)),
-    ("musgd", Counterpart("sgd", _MUP)),
-)
-EXACT_OPTIMIZERS = {name: row for names, row in _ROWS for name in names.split()}
+EXACT_OPTIMIZERS = {name: row for table in OPTIMIZERS for names, row in table.replaces for name in names.split()}
 """Optimizers of DeepSpeed that are not here, in lower case, to what to use instead."""
 
 
@@ -66,7 +31,8 @@ def check_optimizer(name: str) -> str:
     row = EXACT_OPTIMIZERS.get(name.lower())
     if row is not None:
         raise ValueError(f"is not available; use {row.name}: {row.why}")
-    return _check(name, OPTIMIZERS, public_classes(torch.optim, torch.optim.Optimizer), "torch.optim")
+    ours = tuple(row.name.lower() for row in OPTIMIZERS if row.states)
+    return _check(name, ours, public_classes(torch.optim, torch.optim.Optimizer), "torch.optim")
 
 
 def check_scheduler(name: str) -> str:

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from zeromesh import build
 from zeromesh.base.signatures import refuse
-from zeromesh.checkpoint.whole import whole_units
+from zeromesh.checkpoint.whole import parameter_copies
 from zeromesh.comm.environment import Environment
 from zeromesh.config.adopt import adopt, share_layers, warn_of
 from zeromesh.config.document import read_object
@@ -151,9 +151,7 @@ def _release(model: nn.Module) -> nn.Module:
         if owner is not None:
             _log.warning("initialize was given a model that an engine has: that engine cannot train it any more")
         owned = [weight for weight in model.parameters() if sharded.sharded and owners.sharded_of(weight) is sharded]
-        values: dict[int, torch.Tensor] = {}
-        for members in whole_units(sharded, of_first=False) if owned else ():
-            values |= {id(parameter): parameter.detach().clone() for parameter in members}
+        values = parameter_copies(sharded) if owned else {}
         (sharded.close if owner is None else owner.destroy)()
         for parameter in owned:
             change_class(parameter, getattr(type(parameter), OWN_CLASS, type(parameter)))

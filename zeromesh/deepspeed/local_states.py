@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zeromesh import zero
-from zeromesh.checkpoint.formats.form import states_of
+from zeromesh.base.optimizer_table import states_of
 from zeromesh.engine import owners
 from zeromesh.engine.engine import Engine
 from zeromesh.shard.gradients.reducer import complete_together

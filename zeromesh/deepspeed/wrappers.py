@@ -9,10 +9,9 @@ from weakref import ref
 import torch
 from torch.optim import Optimizer
 
+from zeromesh.base.optimizer_table import row_named, row_of
 from zeromesh.config.engine_answers import Asked, answer
 from zeromesh.deepspeed.utilities import ZeRORuntimeException
-from zeromesh.shard.optim.lion import Lion
-from zeromesh.shard.optim.muon import Muon
 
 Engine = Any  # a DeepSpeedEngine
 
@@ -80,14 +79,11 @@ class Scale:
         return _SCALE[name](engine)
 
 
-_BY_NAME = {"adam": "Adam", "adamw": "Adam", "lion": "Lion", "lamb": "Lamb", "adagrad": "Adagrad"}
-
-
 def _classes(engine: Engine, is_users: bool) -> Iterator[str]:
     """Yield the names of DeepSpeed's classes that the engine's optimizer stands for."""
     stage, host = engine.zero_optimization_stage(), engine.zero_use_cpu_optimizer()
-    kind = _BY_NAME.get((engine.optimizer_name() or "").lower())
-    if not is_users and kind is not None and not (engine.optimizer_params() or {}).get("torch_adam"):
+    kind = row_named(engine.optimizer_name() or "").deepspeed_name
+    if not is_users and kind and not (engine.optimizer_params() or {}).get("torch_adam"):
         yield f"DeepSpeedCPU{kind}" if host else f"Fused{kind}"
     yield "DeepSpeedOptimizer"
     dtype, accumulated = engine.get_data_types()
@@ -166,8 +162,8 @@ def require_supported(optimizer: Any, asked: Asked, updates: bool) -> None:
         )
     if not isinstance(optimizer, Optimizer) or stage == 0:
         return
-    allowed = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, Lion, Muon)
-    if not isinstance(optimizer, allowed) and not settings.zero_allow_untested_optimizer:
+    allowed = any(row_of(cls).deepspeed_zero for cls in type(optimizer).__mro__)
+    if not allowed and not settings.zero_allow_untested_optimizer:
         raise AssertionError(
             f"{type(optimizer).__name__} is not among the optimizers that DeepSpeed allows under ZeRO: set "
             "zero_allow_untested_optimizer to true if it updates each element by itself"

@@ -182,9 +182,7 @@ class Saving(EngineState):
             return state
         # With the parameters themselves, so that those that are sharded can be found by identity.
         state = self.module.state_dict(*args, **{**kwargs, "keep_vars": True})
-        copies: dict[int, torch.Tensor] = {}
-        for members in whole.whole_units(self.sharded, of_first=False):
-            copies |= {id(parameter): parameter.detach().clone() for parameter in members}
+        copies = whole.parameter_copies(self.sharded)
         state = {key: copies.get(id(value), value) for key, value in state.items()}
         return whole.add_stages(self.sharded, state, kwargs.get("prefix", ""))
 

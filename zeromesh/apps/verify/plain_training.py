@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations
 from math import inf, isfinite, isnan, sqrt
 from pathlib import Path
@@ -166,7 +167,7 @@ class PlainTraining:
             buckets=[[*shapes]], sum=lambda vector: vector,
             gather=lambda bucket, values: {name: value.view(shapes[name]) for name, value in values.items()},
         )  # fmt: skip
-        matrices = hidden_matrices(self.model) if chosen.type.lower() == "muon" else frozenset()
+        matrices = partial(hidden_matrices, self.model)
         groups = []
         for group in self._tables.groups:
             options = {key: value for key, value in group.items() if key != "params"}

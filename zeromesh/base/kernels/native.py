@@ -105,7 +105,7 @@ def _load() -> Library:
 
 
 def _declare(handle: ctypes.CDLL) -> None:
-    pointer, number, size = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+    pointer, number, size, word = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64
     functions: list[tuple[str, Any, list[Any]]] = [
         ("instructions", ctypes.c_char_p, [number]),
         ("update", None, [number, pointer, pointer, size, number, number]),
@@ -116,28 +116,16 @@ def _declare(handle: ctypes.CDLL) -> None:
     if hasattr(handle, "zeromesh_link_open"):  # on Linux
         functions += [
             ("link_open", pointer, [number, number, pointer, pointer]),
-            ("link_join", number, [pointer, number, number, number, ctypes.c_uint64]),
+            ("link_join", number, [pointer, number, number, number, word]),
             ("link_start", number, [pointer]),
-            ("link_post", number, [pointer, number, number, ctypes.c_uint64, pointer, ctypes.c_uint64, pointer]),
+            ("link_post", number, [pointer, number, number, word, pointer, word, pointer]),
             (
                 "link_sum",
                 number,
-                [
-                    pointer,
-                    number,
-                    pointer,
-                    number,
-                    number,
-                    ctypes.c_uint64,
-                    pointer,
-                    pointer,
-                    size,
-                    *[number] * 3,
-                    pointer,
-                ],
+                [pointer, number, pointer, number, number, word, pointer, pointer, size, *[number] * 3, pointer],
             ),
             ("link_wait", number, [pointer, pointer, size]),
-            ("link_sent", ctypes.c_uint64, [pointer]),
+            ("link_sent", word, [pointer]),
             ("link_close", None, [pointer, number]),
             ("link_free", None, [pointer]),
         ]

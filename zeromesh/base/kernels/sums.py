@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
-from zeromesh.base.kernels import fallback
 from zeromesh.base.kernels.native import TYPES, library, threads_of
 
 _CHECKED = 1 << 20  # bytes of one checksum: `BYTES` in native.c
+_PRIME, _LEFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(29)
 _SQUARED = 1 << 16  # elements of one sum of squares: `BLOCK` in native.c
 _ROW = 1024  # elements whose squares torch sums in at least fp32; their sums are added up in float64
+
+Numbers = np.ndarray[Any, np.dtype[np.uint64]]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def _mix(sums: Numbers, words: Numbers) -> Numbers:
+    product: Numbers = (sums ^ words) * _PRIME
+    return (product << _LEFT) | (product >> np.uint64(64 - 29))
+
+
+def checksums(data: Bytes) -> Numbers:
+    """Return the checksum of each MiB, as ``zeromesh_checksum`` in native.c computes it."""
+    end = len(data) // _CHECKED * _CHECKED
+    blocks = (data[:end].reshape(-1, _CHECKED), data[None, end:])
+    results = [np.empty(0, np.uint64)]
+    for block in blocks:
+        if not block.size:
+            continue
+        count, size = block.shape
+        lanes = np.arange(9, dtype=np.uint64)
+        seeds = _mix(np.full(9, size, dtype=np.uint64), lanes)
+        sums = np.repeat(seeds[None, 1:], count, 0)
+        padded = np.pad(block, ((0, 0), (0, -size % 64))).view(np.uint64).reshape(count, -1, 8)
+        for words in padded.transpose(1, 0, 2):
+            sums = _mix(sums, words)
+        total = np.full(count, seeds[0])
+        for lane in range(8):
+            total = _mix(total, sums[:, lane])
+        results.append(_mix(total, total >> np.uint64(32)))
+    return np.concatenate(results)
 
 
 def checksum(tensor: torch.Tensor, threads: int | None = None) -> int:
@@ -32,7 +64,7 @@ def checksum(tensor: torch.Tensor, threads: int | None = None) -> int:
     size = data.nbytes
     while True:
         if native is None:
-            sums = fallback.checksums(data)
+            sums = checksums(data)
         else:
             sums = np.empty(-(-data.nbytes // _CHECKED), np.uint64)
             native.handle.zeromesh_checksum(data.ctypes.data, data.nbytes, sums.ctypes.data, workers)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from zeromesh.base.kernels import fallback, halves
+from zeromesh.base.kernels import halves
 from zeromesh.base.kernels.native import PIECE, PIECE_BYTES, TYPES, RuleRow, check, library, threads_of
 from zeromesh.base.kernels.update_rules import RULES, Group
 
@@ -95,11 +95,13 @@ def update(
     for piece in pieces:
         _check(piece)
     workers, native = threads_of(threads), library()
+    natively = []
     for piece in pieces:
-        if native is None or piece.master.dtype is torch.float64:
+        if native is None or piece.master.dtype is torch.float64 or RULES[piece.step.rule].code is None:
             _update_by_torch(piece, factor)
-    pieces = [piece for piece in pieces if piece.master.dtype is not torch.float64]
-    if native is None or not pieces:
+        else:
+            natively.append(piece)
+    if native is None or not (pieces := natively):
         return
     steps = {id(piece.step): piece.step for piece in pieces}
     numbers = {key: number for number, key in enumerate(steps)}
@@ -122,7 +124,8 @@ def _update_by_torch(piece: UpdatePiece, factor: float) -> None:
         step, written = piece.step, piece.new_states or piece.states
         pairs = zip(written, piece.states, strict=True)
         states = [new if new is old else new.copy_(old) for new, old in pairs]
-        fallback.update(step.rule, step.group, step.number, piece.gradient, factor, master, states)
+        gradient = piece.gradient.to(torch.promote_types(piece.gradient.dtype, master.dtype)) * factor
+        RULES[step.rule].by_torch(step.group, step.number, gradient, master, states)
         if piece.remainder is not None:
             upper, lower = halves.split(master)
             target.copy_(upper)

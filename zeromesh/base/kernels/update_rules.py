@@ -1,25 +1,38 @@
-"""The update rules of the kernel, as rows of a table, and which optimizers they are."""
+"""The update rules of the host, as rows of a table, and which optimizers they are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
+from torch.optim.adagrad import adagrad
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
+
+from zeromesh.base.optimizer_table import UNKNOWN, row_of
 
 Group = Mapping[str, Any]  # hyperparameters as an optimizer's `param_groups` hold them
+
+# Takes a step in place: of (group, number of the step, gradient, master, states).
+TorchUpdate = Callable[[Group, int, torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], None]
 
 
 @dataclass(frozen=True)
 class UpdateRule:
     """A row of the table."""
 
-    code: int  # the rule's number in native.h
     # Names of the states that an optimizer of torch keeps with this group, in the kernel's order.
     states: Callable[[Group], tuple[str, ...]]
+    options: tuple[str, ...]  # of groups, which it computes with
+    by_torch: TorchUpdate  # where there is no native kernel, in several passes over memory
+    counted: bool = True  # whether the optimizer counts steps, under the name ``step``
+    code: int | None = None  # the rule's number in native.h; None: torch always updates
     # What the kernel computes with, from a group and the number of the step, the first being 1.
-    row: Callable[[Group, int], dict[str, float]]
+    row: Callable[[Group, int], dict[str, float]] = lambda group, step: {}
 
 
 def _adam(group: Group, step: int) -> dict[str, float]:
@@ -73,22 +86,83 @@ def _adagrad(group: Group, step: int) -> dict[str, float]:
     }
 
 
-RULES: dict[str, UpdateRule] = {
-    "adam": UpdateRule(0, lambda group: ("exp_avg", "exp_avg_sq"), _adam),
-    "adamw": UpdateRule(0, lambda group: ("exp_avg", "exp_avg_sq"), _adamw),
-    "sgd": UpdateRule(1, lambda group: ("momentum_buffer",) if float(group["momentum"]) else (), _sgd),
-    "lion": UpdateRule(2, lambda group: ("exp_avg",), _lion),
-    "adagrad": UpdateRule(3, lambda group: ("sum",), _adagrad),
-}
+def _for_torch(group: Group, *numbers: str) -> dict[str, Any]:
+    """Return some options, and those that torch's functions have in common, as their arguments."""
+    options: dict[str, Any] = {key: float(group[key]) for key in ("lr", "weight_decay", *numbers)}
+    return options | {"maximize": bool(group.get("maximize"))}
 
-# Full names of classes, as this layer knows none of ZeroMesh's own. A subclass may compute something else.
-_OPTIMIZERS: dict[str, str] = {
-    "torch.optim.adam.Adam": "adam",
-    "torch.optim.adamw.AdamW": "adamw",
-    "torch.optim.sgd.SGD": "sgd",
-    "torch.optim.adagrad.Adagrad": "adagrad",
-    "zeromesh.shard.optim.lion.Lion": "lion",
+
+def _adam_by_torch(
+    group: Group, number: int, g: torch.Tensor, master: torch.Tensor, states: Sequence[torch.Tensor], decoupled: bool
+) -> None:
+    beta1, beta2 = map(float, group["betas"])
+    steps = [torch.tensor(number - 1.0)]  # torch counts on
+    options = _for_torch(group, "eps") | {"beta1": beta1, "beta2": beta2, "decoupled_weight_decay": decoupled}
+    adam([master], [g], [states[0]], [states[1]], [], steps, fused=True, amsgrad=False, **options)
+
+
+def _adagrad_by_torch(
+    group: Group, number: int, g: torch.Tensor, master: torch.Tensor, states: Sequence[torch.Tensor]
+) -> None:
+    adagrad(
+        [master], [g], [states[0]], [torch.tensor(number - 1.0)], fused=True, **_for_torch(group, "eps", "lr_decay")
+    )
+
+
+def _sgd_by_torch(
+    group: Group, number: int, g: torch.Tensor, master: torch.Tensor, states: Sequence[torch.Tensor]
+) -> None:
+    buffers = [states[0] if states and number > 1 else None]
+    options = _for_torch(group, "momentum", "dampening") | {"nesterov": bool(group["nesterov"])}
+    sgd([master], [g], buffers, foreach=False, **options)
+    if states and number == 1 and buffers[0] is not None:
+        states[0].copy_(buffers[0])  # torch has made the momentum of the first step itself
+
+
+def _lion_by_torch(
+    group: Group, number: int, gradient: torch.Tensor, master: torch.Tensor, states: Sequence[torch.Tensor]
+) -> None:
+    lr, (weight, momentum_beta) = float(group["lr"]), map(float, group["betas"])
+    if group.get("maximize"):
+        gradient.neg_()
+    direction = torch.lerp(gradient, states[0], weight).sign_()
+    master.mul_(1 - lr * float(group["weight_decay"])).add_(direction, alpha=-lr)
+    states[0].lerp_(gradient, 1 - momentum_beta)
+
+
+_COMMON = ("lr", "weight_decay", "maximize")
+
+RULES: dict[str, UpdateRule] = {
+    "adam": UpdateRule(
+        lambda group: ("exp_avg", "exp_avg_sq"),
+        (*_COMMON, "betas", "eps"),
+        partial(_adam_by_torch, decoupled=False),
+        code=0,
+        row=_adam,
+    ),
+    "adamw": UpdateRule(
+        lambda group: ("exp_avg", "exp_avg_sq"),
+        (*_COMMON, "betas", "eps"),
+        partial(_adam_by_torch, decoupled=True),
+        code=0,
+        row=_adamw,
+    ),
+    "sgd": UpdateRule(
+        lambda group: ("momentum_buffer",) if float(group["momentum"]) else (),
+        (*_COMMON, "momentum", "dampening", "nesterov"),
+        _sgd_by_torch,
+        counted=False,
+        code=1,
+        row=_sgd,
+    ),
+    "lion": UpdateRule(
+        lambda group: ("exp_avg",), (*_COMMON, "betas"), _lion_by_torch, counted=False, code=2, row=_lion
+    ),
+    "adagrad": UpdateRule(
+        lambda group: ("sum",), (*_COMMON, "eps", "lr_decay"), _adagrad_by_torch, code=3, row=_adagrad
+    ),
 }
+"""Rules by the names that rows of ``base.optimizer_table`` have of them."""
 
 _REFUSED = ("amsgrad", "differentiable", "capturable")
 
@@ -109,7 +183,7 @@ def update_class(optimizer: Optimizer | type[Optimizer]) -> type[Optimizer]:
     if isinstance(optimizer, Optimizer) and any(_is_replaced(optimizer, name) for name in vars(optimizer)):
         return Optimizer
     # Those of torch and ours are known one by one: torch's AdamW is an Adam with another constructor.
-    while not cls.__module__.startswith(("torch.optim.", "zeromesh.shard.optim.")) and len(cls.__bases__) == 1:
+    while not (cls.__module__.startswith("torch.optim.") or row_of(cls) is not UNKNOWN) and len(cls.__bases__) == 1:
         base: Any = cls.__bases__[0]
         methods = {name: value for name, value in vars(cls).items() if callable(value) or hasattr(value, "__get__")}
         overrides = [name for name, value in methods.items() if _is_method(name) and not _is_same(value, base, name)]
@@ -155,8 +229,7 @@ def rule_of(optimizer: Optimizer | type[Optimizer], group: Group) -> str | None:
     The kernel has no ``amsgrad``, ``differentiable`` and ``capturable``, and no subclasses of the optimizers that have
     more than a constructor. Which of torch's forms (``foreach``, ``fused``) a group asks for does not matter.
     """
-    cls = update_class(optimizer)
-    name = _OPTIMIZERS.get(f"{cls.__module__}.{cls.__qualname__}")
-    if name is None or any(group.get(key) for key in _REFUSED):
+    row = row_of(update_class(optimizer))
+    if not row.rule or any(group.get(key) for key in _REFUSED):
         return None
-    return "adamw" if name == "adam" and group.get("decoupled_weight_decay") else name
+    return "adamw" if row.rule == "adam" and group.get("decoupled_weight_decay") else row.rule

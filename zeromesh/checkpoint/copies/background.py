@@ -78,7 +78,7 @@ class BackgroundSaves:
         """
         assert self._thread is None or self._thread.over, "the memory is being written"
         self._used = 0
-        needed = sum(_padded(box.data.nbytes) for box in boxes if not box.from_disk)
+        needed = sum(_padded(box.nbytes) for box in boxes if not box.from_disk)
         if needed <= self._memory.numel():
             return
         self._memory = torch.empty(0, dtype=torch.uint8)  # before the larger one is made
@@ -96,11 +96,11 @@ class BackgroundSaves:
 
     def copy(self, box: Box) -> Box:
         """Return the box with a copy of its data in the reserved memory; ``synchronize`` waits for copies."""
-        data = box.data.detach()
+        data = box.data()
         here = self._memory[self._used :][: data.nbytes].view(data.dtype)
         here.copy_(data, non_blocking=True)
         self._used += _padded(data.nbytes)
-        return replace(box, data=here)
+        return replace(box, read=lambda: here)
 
     @staticmethod
     def synchronize(device: torch.device) -> None:

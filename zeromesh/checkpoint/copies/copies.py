@@ -12,7 +12,6 @@ import json
 import logging
 import secrets
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch.distributed as dist
 
 from zeromesh.base.files import write_text
 from zeromesh.base.lock import FolderInUse, locked
-from zeromesh.checkpoint.boxes import Box, ShardLayout, shard_file
+from zeromesh.checkpoint.boxes import ShardLayout, shard_file
 from zeromesh.checkpoint.checkpoint_folder import latest, locate, step_of, write_manifest
 from zeromesh.checkpoint.contents import RunState, boxes
 from zeromesh.checkpoint.copies.memory_files import (
@@ -148,19 +147,14 @@ class MemoryCopies:
     def _write(self, slot: Path, engine: RunState, client_state: dict[str, Any]) -> tuple[torch.Tensor, str]:
         """Write this rank's part; return its data, and its description."""
         packed, tensors = pack_client_state(client_state)
-
-        def listed(read: bool) -> Iterator[Box]:
-            yield from boxes(engine, read)
-            yield from tensors if self._rank == 0 else ()
-
         if self._leads:
             self._tidy(slot)
-        layout = ShardLayout([*listed(False)])
+        layout = ShardLayout([*boxes(engine, False, of_client=tensors)])
         data = self._room(slot, self._rank, layout.nbytes)
         data[: len(layout.header)].copy_(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8))
-        for box in listed(True):
+        for box in boxes(engine, of_client=tensors):
             begin, end = layout.place(box)
-            data[begin:end].view(box.data.dtype).copy_(box.data.detach(), non_blocking=True)
+            data[begin:end].view(box.dtype).copy_(box.data(), non_blocking=True)
             layout.add(box, (begin, end), None)
         words = {
             "life": self._life, "sequence": self._sequence + 1, "ranks": self._world.size,

@@ -18,18 +18,27 @@ class CheckpointFormat(NamedTuple):
     title: str
     pattern: str  # of a file in its folder; the first that is there tells the format
     module: str
+    reader: str = "read"  # its function that reads
     in_file: bool = False  # the checkpoint is that file alone
     numbers: bool = False  # the optimizer may number its parameters, whose names a model tells
 
 
 FORMATS: tuple[CheckpointFormat, ...] = (
     CheckpointFormat("zeromesh", "a checkpoint of ZeroMesh", MANIFEST, "zeromesh_format"),
-    CheckpointFormat("deepspeed-universal", "a DeepSpeed universal checkpoint", "zero/optimizer_state.pt", "universal"),
+    CheckpointFormat(
+        "deepspeed-universal",
+        "a DeepSpeed universal checkpoint",
+        "zero/optimizer_state.pt",
+        "deepspeed",
+        "read_universal",
+    ),
     CheckpointFormat("deepspeed", "a DeepSpeed ZeRO checkpoint", "*zero_pp_rank_*_optim_states.pt", "deepspeed"),
     CheckpointFormat(
         "deepspeed-plain", "a DeepSpeed checkpoint without ZeRO", "mp_rank_*_model_states.pt", "deepspeed", numbers=True
     ),
-    CheckpointFormat("megatron", "a Megatron-Core checkpoint (torch_dist)", "common.pt", "megatron"),
+    CheckpointFormat(
+        "megatron", "a Megatron-Core checkpoint (torch_dist)", "common.pt", "torch_distributed", "read_megatron"
+    ),
     CheckpointFormat("dcp", "a distributed checkpoint of torch", ".metadata", "torch_distributed", numbers=True),
     CheckpointFormat("hf", "a folder of safetensors", "model.safetensors*", "huggingface_weights"),
     CheckpointFormat(

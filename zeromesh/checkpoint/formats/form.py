@@ -7,7 +7,7 @@ Tensors have the names that ``checkpoint.contents`` gives them: ``parameter/NAME
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,65 +17,13 @@ from pydantic import Field, TypeAdapter
 
 from zeromesh.base.buffer_memory import is_extra
 from zeromesh.base.files import Count, Form, record_type
-from zeromesh.checkpoint.boxes import Box, runs
-from zeromesh.checkpoint.manifest import ANOTHER, are_all, as_written, require_form
+from zeromesh.base.optimizer_table import names_by_states
+from zeromesh.checkpoint.boxes import Box
+from zeromesh.checkpoint.manifest import ANOTHER, are_all, require_form
 from zeromesh.checkpoint.packing import pack
 
 # Options that say how an update is computed, and not which: each library chooses its own.
 _IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
-
-_FAMILIES: dict[frozenset[str], tuple[str, ...]] = {
-    frozenset({"exp_avg", "exp_avg_sq"}): ("Adam", "AdamW", "Lamb"),
-    frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}): ("Adam", "AdamW"),
-    frozenset({"exp_avg"}): ("Lion",),
-    frozenset({"momentum_buffer"}): ("SGD", "Muon"),
-    frozenset({"sum"}): ("Adagrad",),
-}
-"""Optimizers by their states, where a file does not name the class."""
-
-
-def states_of(optimizer: type) -> frozenset[str]:
-    """Return the names of the states that a class of optimizers makes, of those in the table; empty for others."""
-    names = {base.__name__ for base in optimizer.__mro__}
-    return next((states for states, classes in _FAMILIES.items() if names & set(classes)), frozenset())
-
-
-@dataclass(frozen=True)
-class StoredRange:
-    """Elements ``[start, stop)`` of a flattened tensor, or of its box at ``offsets`` of ``sizes``."""
-
-    name: str
-    shape: tuple[int, ...]  # of the whole tensor
-    dtype: torch.dtype
-    start: int
-    stop: int
-    read: Callable[[], torch.Tensor]  # any shape of ``stop - start`` elements
-    offsets: tuple[int, ...] | None = None
-    sizes: tuple[int, ...] | None = None
-
-    @property
-    def area(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Offsets and sizes, by dimension, of the part of the tensor that the range is in."""
-        sizes = self.sizes or self.shape
-        return self.offsets or (0,) * len(sizes), sizes
-
-    def box(self, empty: bool = False) -> Box:
-        """Return the box to write; an ``empty`` one has no data, but their number and dtype."""
-        data = torch.empty(self.stop - self.start, dtype=self.dtype, device="meta") if empty else self.data()
-        return Box(self.name, self.shape, self.start, self.stop, data, self.offsets, self.sizes)
-
-    def renamed(self, name: str) -> StoredRange:
-        """Return the same part of a tensor of another name."""
-        return replace(self, name=name)
-
-    def data(self) -> torch.Tensor:
-        """Return the elements."""
-        with as_written(Path(self.name)):
-            data = self.read().detach().reshape(-1)
-        if data.numel() != self.stop - self.start:
-            wanted = self.stop - self.start
-            raise ValueError(f"{self.name} has {data.numel()} elements where {wanted} are expected; {ANOTHER}")
-        return data.to(self.dtype)
 
 
 @dataclass
@@ -101,7 +49,7 @@ class Contents:
     """
 
     source: str
-    parts: list[StoredRange] = field(default_factory=list)
+    parts: list[Box] = field(default_factory=list)
     frozen: set[str] = field(default_factory=set)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
@@ -152,8 +100,7 @@ class Contents:
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Add a whole tensor, which may be mapped from a file."""
         if tensor.numel():
-            part = StoredRange(name, tuple(tensor.shape), tensor.dtype, 0, tensor.numel(), lambda: tensor)
-            self.parts.append(part)
+            self.parts.append(Box.whole(name, tensor))
 
     def add_state(self, name: str, key: str, value: Any) -> None:
         """Add one state of the optimizer; single numbers are no tensors of the checkpoint."""
@@ -170,7 +117,7 @@ class Contents:
     @property
     def optimizers(self) -> list[str]:
         """Classes that have these states, which may go on with them; empty if that is not known."""
-        return [self.optimizer] if self.optimizer else list(_FAMILIES.get(self.state_keys, ()))
+        return [self.optimizer] if self.optimizer else names_by_states(self.state_keys)
 
     def without_states(self) -> None:
         """Drop all but the values of parameters and buffers."""
@@ -224,7 +171,7 @@ def plain_number(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
-def whole(parts: Iterable[StoredRange]) -> torch.Tensor:
+def whole(parts: Iterable[Box]) -> torch.Tensor:
     """Return a tensor of which all parts are given; raise ValueError if elements are missing."""
     parts = list(parts)
     first = parts[0]
@@ -237,16 +184,14 @@ def whole(parts: Iterable[StoredRange]) -> torch.Tensor:
     out = torch.empty(prod(first.shape), dtype=first.dtype)
     for part in parts:
         data = part.data()
-        for place, within, length in runs(part.shape, *part.area):
-            low, high = max(part.start, within), min(part.stop, within + length)
-            if low < high:
-                out[place + low - within : place + high - within] = data[low - part.start : high - part.start]
+        for place, within, length in part.overlaps(0, out.numel()):
+            out[place : place + length] = data[within : within + length]
     return out.view(first.shape)
 
 
-def tensors(contents: Contents) -> Iterator[tuple[str, str, list[StoredRange]]]:
+def tensors(contents: Contents) -> Iterator[tuple[str, str, list[Box]]]:
     """Yield the kind, the name and the parts of each tensor."""
-    parts_by_name: dict[str, list[StoredRange]] = {}
+    parts_by_name: dict[str, list[Box]] = {}
     for part in contents.parts:
         parts_by_name.setdefault(part.name, []).append(part)
     for full, parts in parts_by_name.items():

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from zeromesh.base.buffer_memory import is_extra
-from zeromesh.checkpoint.formats.form import Contents, StoredRange, tensors, whole
+from zeromesh.checkpoint.boxes import Box
+from zeromesh.checkpoint.formats.form import Contents, tensors, whole
 from zeromesh.checkpoint.manifest import CODES
 from zeromesh.checkpoint.weights.weight_files import SINGLE, ExportFiles, checkpoint_tensors
 
@@ -25,7 +26,7 @@ def read(folder: Path) -> Contents:
             contents.extra[tensor.key] = tensor.whole()
         elif size:
             name = f"parameter/{tensor.key}"
-            contents.parts.append(StoredRange(name, tensor.shape, dtypes[tensor.kind], 0, size, tensor.whole))
+            contents.parts.append(Box(name, tensor.shape, dtypes[tensor.kind], 0, size, tensor.whole))
     return contents
 
 

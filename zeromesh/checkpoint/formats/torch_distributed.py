@@ -1,9 +1,12 @@
-"""Distributed checkpoints of torch (DCP), with the state dicts of plain models, FSDP2, and scripts around them."""
+"""Distributed checkpoints of torch (DCP), of plain models, FSDP2 and scripts around them, and of Megatron-Core."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from zeromesh.base.buffer_memory import is_extra
 from zeromesh.base.files import inside, open_regular
-from zeromesh.checkpoint.formats.form import Contents, StoredRange, group_options, plain_number, tensors, whole
+from zeromesh.checkpoint.boxes import Box
+from zeromesh.checkpoint.formats.form import Contents, group_options, plain_number, tensors, whole
 from zeromesh.checkpoint.formats.lightning_checkpoints import IsTrained, names_by_number
 from zeromesh.checkpoint.formats.pickles import read_metadata, read_tensors
 
@@ -35,16 +39,21 @@ _DEFAULTS = {
     "decoupled_weight_decay": True,
 }  # fmt: skip
 
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([a-z0-9_]+)\.(.+)")
+
+_STACKED = re.compile(r"(.*\blayers)\.(?!\d)(.+)")
+"""Tensors of all layers at once, along a first dimension of their own."""
+
 Keys = tuple[Any, ...]
 """Keys from the root of a nested state dict to a value."""
 
 
-def entries(folder: Path) -> dict[Keys, list[StoredRange] | Callable[[], Any]]:
+def entries(folder: Path) -> dict[Keys, list[Box] | Callable[[], Any]]:
     """Return the parts of each tensor, and a reader of each other value, by their path."""
     index = read_metadata(folder / INDEX)
     stored = {(key.fqn, tuple(key.offset or ())): info for key, info in index.storage_data.items()}
     paths = index.planner_data if isinstance(index.planner_data, dict) else {}
-    by_path: dict[Keys, list[StoredRange] | Callable[[], Any]] = {}
+    by_path: dict[Keys, list[Box] | Callable[[], Any]] = {}
     for name, entry in index.state_dict_metadata.items():
         path = tuple(paths.get(name, (name,)))
         try:
@@ -59,10 +68,10 @@ def entries(folder: Path) -> dict[Keys, list[StoredRange] | Callable[[], Any]]:
     return by_path
 
 
-def _part(folder: Path, entry: Any, chunk: Any, info: Any) -> StoredRange:
+def _part(folder: Path, entry: Any, chunk: Any, info: Any) -> Box:
     place = tuple(chunk.offsets), tuple(chunk.sizes)
     count = torch.Size(chunk.sizes).numel()
-    return StoredRange("", tuple(entry.size), entry.properties.dtype, 0, count, partial(_load, folder, info), *place)
+    return Box("", tuple(entry.size), entry.properties.dtype, 0, count, partial(_load, folder, info), *place)
 
 
 def _load(folder: Path, info: Any) -> Any:
@@ -87,7 +96,7 @@ def read(folder: Path, is_trained: IsTrained = bool) -> Contents:
     contents = Contents("a distributed checkpoint of torch")
     states: dict[Any, dict[str, Any]] = {}  # by parameter, then by key
     groups: dict[Any, dict[str, Any]] = {}  # by number; where states are flattened, by parameter
-    models: dict[Keys, dict[str, list[StoredRange]]] = {}  # by the path of the state dict, then by name
+    models: dict[Keys, dict[str, list[Box]]] = {}  # by the path of the state dict, then by name
     tree: dict[Any, Any] = {}
     for path, value in entries(folder).items():
         kind, *place = _place(path)
@@ -132,9 +141,7 @@ def _value(value: Any) -> Any:
     return value[0].read() if isinstance(value, list) else value()
 
 
-def _choose_model(
-    contents: Contents, models: Mapping[Keys, dict[str, list[StoredRange]]]
-) -> dict[str, list[StoredRange]]:
+def _choose_model(contents: Contents, models: Mapping[Keys, dict[str, list[Box]]]) -> dict[str, list[Box]]:
     """Return the model's state dict; others, as of averaged weights, are noted."""
     named = [path for path in models if path and path[-1] in _MODELS]
     chosen = named[0] if named else max(models, key=lambda path: len(models[path]), default=())
@@ -184,6 +191,67 @@ def _add_values(contents: Contents, tree: dict[Any, Any]) -> None:
         progress={"global_steps": steps[0] if steps else max(done, default=0)},
         client={str(key): value for key, value in tree.items() if key not in _STEPS},
     )
+
+
+def read_megatron(folder: Path) -> Contents:
+    """Return the contents of a checkpoint of Megatron-Core (torch_dist), with its names.
+
+    Tensors that hold all layers become one for each layer.
+    """
+    contents = Contents("a Megatron-Core checkpoint (torch_dist)")
+    other: list[str] = []
+    values: dict[str, list[Box]] = {}
+    for path, entry in entries(folder).items():
+        name = ".".join(map(str, path))
+        state = _STATE.fullmatch(name)
+        if not isinstance(entry, list) or (state is None and ("optimizer." in name or "_extra_state" in name)):
+            other.append(name)
+        elif state is None:
+            values.setdefault(name, entry)
+        elif state[1] == "fp32_param":
+            values[state[2]] = entry  # instead of its copy in 16 bits, with which the model computes
+        else:
+            for part in entry:
+                contents.parts += _by_layer(f"optimizer/{state[1]}/", state[2], part)
+    for name, parts in values.items():
+        for part in parts:
+            contents.parts += _by_layer("parameter/", name, part)
+    common = read_tensors(folder / "common.pt")
+    contents.progress = {"global_steps": int(common.get("iteration", 0))}
+    optimizer = common.get("optimizer") or {}
+    optimizer = optimizer.get("optimizer", optimizer)
+    groups = optimizer.get("param_groups") or []
+    contents.groups = [group_options(group) for group in groups]
+    names = {part.name.removeprefix("parameter/") for part in contents.parts if part.name.startswith("parameter/")}
+    if len(groups) == 1:
+        contents.members = dict.fromkeys(sorted(names), 0)
+    # One number for all parameters, whose groups are not known if there are several.
+    steps = (optimizer.get("state") or {}).get("common_step")
+    if steps is not None:
+        contents.numbers = {name: {"step": steps} for name in sorted(names)}
+    if other:
+        contents.left.append(f"{len(other)} entries that are neither weights nor states of them, such as {other[0]}")
+    if common.get("opt_param_scheduler"):
+        contents.left.append("the state of Megatron's own scheduler; set one up that goes on at this update")
+    return contents
+
+
+def _by_layer(kind: str, name: str, part: Box) -> Iterator[Box]:
+    """Yield a part under its name, or the parts of single layers that it is made of."""
+    stacked = _STACKED.fullmatch(name)
+    if stacked is None or part.offsets is None or part.sizes is None:
+        yield part.renamed(kind + name)
+        return
+    (first, *offsets), (count, *sizes) = part.offsets, part.sizes
+    for number in range(count):
+        yield replace(
+            part, name=f"{kind}{stacked[1]}.{first + number}.{stacked[2]}", shape=part.shape[1:], stop=prod(sizes),
+            read=partial(_layer, part, number), offsets=tuple(offsets), sizes=tuple(sizes),
+        )  # fmt: skip
+
+
+def _layer(part: Box, number: int) -> torch.Tensor:
+    return part.data().view(part.area[1])[number]
 
 
 class _Lazy(DefaultSavePlanner):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from functools import partial
 from math import prod
@@ -13,21 +14,12 @@ from typing import Any
 
 import torch
 
-from zeromesh.base.lock import locked
 from zeromesh.base.version import VERSION
 from zeromesh.checkpoint.boxes import Box, Reader, write_shard
-from zeromesh.checkpoint.checkpoint_folder import (
-    DRAFT,
-    begin,
-    commit,
-    remove,
-    require_free,
-    write_latest,
-    write_manifest,
-)
-from zeromesh.checkpoint.formats.form import Contents, StoredRange, plain_number
+from zeromesh.checkpoint.checkpoint_folder import Draft, require_free
+from zeromesh.checkpoint.contents import options
+from zeromesh.checkpoint.formats.form import Contents, plain_number
 from zeromesh.checkpoint.manifest import MANIFEST, dtype_name, require_run
-from zeromesh.checkpoint.optimizer_states import options
 from zeromesh.checkpoint.packing import StoredTensors, pack, unpack
 
 _log = logging.getLogger(__name__)
@@ -46,7 +38,7 @@ def read(folder: Path) -> Contents:
         if name.startswith(("parameter/", "buffer/", "optimizer/")):
             shape = reader.shape(name)
             read_it = partial(reader.tensor, name)
-            contents.parts.append(StoredRange(name, shape, reader.dtype(name), 0, prod(shape), read_it))
+            contents.parts.append(Box(name, shape, reader.dtype(name), 0, prod(shape), read_it))
     parameters = manifest.get("parameters", {})
     contents.frozen = {name for name, facts in parameters.items() if not facts["trainable"]}
     contents.dtypes = {name: getattr(torch, facts["dtype"]) for name, facts in parameters.items()}
@@ -76,39 +68,26 @@ def _number(saved: Any) -> Any:
 
 def write(contents: Contents, folder: Path, advance: Callable[[int], None]) -> Path:
     """Write a checkpoint that any layout loads, tensor by tensor; ``advance`` is told the bytes."""
-    steps = contents.progress.get("global_steps", 0)
-    tag = f"global_step{steps}"
-    draft, final = folder / f"{tag}{DRAFT}", folder / tag
-    if (final / MANIFEST).exists():
+    draft = Draft(folder, f"global_step{contents.progress.get('global_steps', 0)}")
+    if (draft.final / MANIFEST).exists():
         raise FileExistsError(
-            errno.EEXIST, f"{final} is a checkpoint already, and is not overwritten; choose another folder"
+            errno.EEXIST, f"{draft.final} is a checkpoint already, and is not overwritten; choose another folder"
         )
-    require_free(final)
+    require_free(draft.final)
     client, of_client = _packed(contents, contents.client, "client_state")
     extra, of_extra = _packed(contents, contents.extra, "extra/0")
-    tensors = (of_client | of_extra).items()
-    others = [Box(name, tuple(value.shape), 0, value.numel(), value.flatten()) for name, value in tensors]
-    boxes = [*(part.box(empty=True) for part in contents.parts), *others]
-
-    def filled() -> Iterator[Box]:
-        for part in contents.parts:
-            box = part.box()
-            yield box
-            advance(box.data.nbytes)
-        yield from others
-
+    boxes = [*contents.parts, *(Box.whole(name, value) for name, value in (of_client | of_extra).items())]
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder):
+    with ExitStack() as resources:
+        draft.hold(resources)
         try:
-            begin(draft, sum(box.data.nbytes for box in boxes))
-            shard = write_shard(draft, 0, boxes, filled())
-            write_manifest(draft, _manifest(contents, client) | {"shards": [shard], "extra": extra})
-            commit(draft, final)
-            write_latest(folder, tag)
+            draft.begin(sum(box.nbytes for box in boxes))
+            shard = write_shard(draft.path, 0, boxes, advance)
+            draft.finish(_manifest(contents, client) | {"shards": [shard], "extra": extra})
         except BaseException:
-            remove(draft)
+            draft.discard()
             raise
-    return final
+    return draft.final
 
 
 def _packed(contents: Contents, values: Mapping[str, Any], kind: str) -> tuple[Any, dict[str, torch.Tensor]]:

@@ -76,13 +76,13 @@ def convert_checkpoint(
     def rename(name: str) -> str:
         return plain_name(name).removeprefix(strip)
 
-    reader = import_module(f"zeromesh.checkpoint.formats.{kind.module}")
+    read = getattr(import_module(f"zeromesh.checkpoint.formats.{kind.module}"), kind.reader)
     more = []
     if built_model is not None and kind.numbers:
         trained = {name: parameter.requires_grad for name, parameter in built_model.named_parameters()}
         more = [lambda name: trained.get(rename(name))]
     with as_written(place):
-        contents: Contents = reader.read(place, *more)
+        contents: Contents = read(place, *more)
         if weights_only:
             contents.without_states()
         contents.require_sound(place)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ import torch
 from torch import nn
 
 from zeromesh.base.quantized_layers import change, dense, is_quantized, is_transposed, parts, stored, weight_of
-from zeromesh.checkpoint.contents import buffers
 from zeromesh.checkpoint.weights.pretrained import first_names
 from zeromesh.checkpoint.weights.weight_files import ExportFiles
-from zeromesh.checkpoint.whole import file_names, on_every_rank, on_first_rank, shows, tensor_states, whole_units
+from zeromesh.checkpoint.whole import Places, To, file_names, shown_states, shows, tensor_states, tensors
 from zeromesh.comm.agreement import agree_run, agree_success, catch, texts
 from zeromesh.shard.parameters.flat import Flat
 from zeromesh.shard.parameters.unit import Unit
@@ -58,7 +56,19 @@ def save_model(
     files, failure = catch(lambda: ExportFiles(folder, filename) if first else None)
     # After a failure the other ranks go on to gather: they hear of it at the end, and would wait otherwise.
     failures = [failure]
-    for state in on_first_rank(sharded.mesh, _plain_states(sharded, failures, exclude_frozen)):
+
+    def plain(state: State) -> State:
+        state = {
+            name: tensor
+            for name, tensor in state.items()
+            if not (exclude_frozen and isinstance(tensor, nn.Parameter) and not tensor.requires_grad)
+        }
+        copies, failure = (None, None) if any(failures) else catch(lambda: plain_state(model, state))
+        failures.append(failure)
+        return copies or {}
+
+    together, others = partial(_with_adapters, sharded), tensor_states(sharded)
+    for state in tensors(sharded, To.FIRST, _places(sharded), plain, together, others):
         if files is not None and not any(failures):
             failures.append(catch(lambda: files.add(_published(model, state)))[1])  # noqa: B023
     world = sharded.mesh.group("world")
@@ -77,29 +87,25 @@ def full_weights(sharded: ShardedModel, dtype: torch.dtype | None, only_first_ra
 
 
 def _full_weights(sharded: ShardedModel, dtype: torch.dtype | None, shown: bool) -> Iterator[Weight]:
-    for state in on_every_rank(sharded.mesh, _published_states(sharded, dtype)):
-        yield from state.items() if shown else ()
-        state.clear()  # or the unit would keep its memory while the next one is gathered
-
-
-def _published_states(sharded: ShardedModel, dtype: torch.dtype | None) -> Iterator[State]:
-    """Yield the part of the plain model's state that each unit adds, as its checkpoints are published, on all ranks."""
     model, adapted = sharded.model, is_adapted(sharded.model)
     # The memory of a gathered unit is left to those who hold its tensors; other parameters go on changing.
     left = {id(p) for unit in sharded.parts if unit.sharded for flat in unit.flats for p in flat.parameters}
-    for tensors in _unit_tensors(sharded):
+
+    def published(members: State) -> State:
         # Buffers come apart from parameters, and keep their dtype: a running mean is read in fp32.
-        wanted = dtype if any(isinstance(tensor, nn.Parameter) for tensor in tensors.values()) else None
-        state = plain_state(model, tensors) if adapted else tensors
-        yield _published(
-            model,
-            {
-                name: value.detach().to(
-                    sharded.mesh.device, wanted if value.is_floating_point() else None, copy=id(value) not in left
-                )
-                for name, value in state.items()
-            },
-        )
+        wanted = dtype if any(isinstance(tensor, nn.Parameter) for tensor in members.values()) else None
+        state = plain_state(model, members) if adapted else members
+        copies = {
+            name: value.detach().to(
+                sharded.mesh.device, wanted if value.is_floating_point() else None, copy=id(value) not in left
+            )
+            for name, value in state.items()
+        }
+        return _published(model, copies)
+
+    for state in tensors(sharded, To.EVERY, _places(sharded), published, partial(_with_adapters, sharded)):
+        yield from state.items() if shown else ()
+        state.clear()  # or the unit would keep its memory while the next one is gathered
 
 
 def write_model(model: nn.Module, states: Iterable[State], folder: Path, filename: str) -> None:
@@ -150,34 +156,13 @@ def _is_adapted_layer(module: nn.Module) -> bool:
     return hasattr(module, "base_layer") and hasattr(module, "merge")
 
 
-def _plain_states(
-    sharded: ShardedModel, failures: list[Exception | None], exclude_frozen: bool = False
-) -> Iterator[State]:
-    """Yield the part of the plain model's state that each unit adds, on the ranks that show it."""
-    shown = shows(sharded.mesh)
-    for everything in chain(_unit_tensors(sharded), [tensor_states(sharded)]):
-        tensors = {
-            name: tensor
-            for name, tensor in everything.items()
-            if not (exclude_frozen and isinstance(tensor, nn.Parameter) and not tensor.requires_grad)
-        }
-        state = None
-        if shown and not any(failures):
-            state, failure = catch(lambda: plain_state(sharded.model, tensors))  # noqa: B023
-            failures.append(failure)
-        yield state or {}
-
-
-def _unit_tensors(sharded: ShardedModel) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the tensors of each unit, with values until the next unit is taken; then the buffers."""
+def _places(sharded: ShardedModel) -> Places:
+    """Return the names under which tensors are written, by ``id`` of their parts."""
     model = sharded.model
     written = written_names(model)
-    owners = {id(part): (written[name], p) for name, p in model.named_parameters() for _, part in parts(p)}
-    # Merging a layer needs its adapters, which may be in other units.
-    for members in whole_units(sharded, partial(_with_adapters, sharded)):
-        yield {name: owners[id(p)][1] for p in members for name in owners[id(p)][0]}
+    places = {id(part): (written[name], p) for name, p in model.named_parameters() for _, part in parts(p)}
     # The state dict may name them otherwise, as wrappers and the model's hooks do.
-    yield {name: buffer for name, buffer in buffers(sharded) if name not in sharded.idle}
+    return places | {id(buffer): ([name], buffer) for name, buffer in model.named_buffers()}
 
 
 def _with_adapters(sharded: ShardedModel, unit: Unit | Table) -> list[Unit | Table]:
@@ -358,7 +343,7 @@ def _save_adapters(sharded: ShardedModel, folder: Path, taken: Sequence[tuple[nn
         )  # fmt: skip
         wanted, others = texts(world, names)[0].split("\n"), first_names(model)
         state: State = {}
-        for part in on_first_rank(sharded.mesh, _chosen_states(sharded, wanted, others)):
+        for part in shown_states(sharded.mesh, To.FIRST, _chosen_states(sharded, wanted, others)):
             state |= part
         failure = catch(lambda: model.save_pretrained(str(folder), state_dict=state) if first else None)[1]
     agree_success(world, "write the adapters", failure)
@@ -366,7 +351,7 @@ def _save_adapters(sharded: ShardedModel, folder: Path, taken: Sequence[tuple[nn
 
 def _chosen_states(sharded: ShardedModel, wanted: Sequence[str], others: Mapping[str, str]) -> Iterator[State]:
     """Yield the masters of some parameters, and buffers, on the ranks that show them."""
-    shown = shows(sharded.mesh)
+    shown = shows(sharded.mesh, To.FIRST)
     for unit in sharded.parts:
         for flat in filter(sharded.is_first, unit.flats):
             for index, segment in enumerate(flat.layout.segments):

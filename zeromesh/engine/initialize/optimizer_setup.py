@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -125,7 +126,7 @@ def build_optimizer(
         options = {key: value for key, value in group.items() if key not in ("params", "name", "param_names")}
         # A group of which this rank has nothing stays: schedules and checkpoints number groups alike on all ranks.
         groups.append(factory.ParameterGroup(tuple(piece for piece in mine if piece is not None), options))
-    matrices = hidden_matrices(model) if chosen.type.lower() == "muon" else frozenset()
+    matrices = partial(hidden_matrices, model)
     allow = settings.zero_allow_untested_optimizer
     return factory.build(chosen.type, dict(chosen.params), groups, exchange, cuts, allow, matrices)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,72 +13,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh.base.kernels.update_rules import rule_of, update_class
+from zeromesh.base.optimizer_table import UNKNOWN, Scope, row_named, row_of
 from zeromesh.base.piece import Piece, PieceExchange
 from zeromesh.base.words import public_classes
 from zeromesh.shard.optim.arguments import checked, unknown_parameter, without_auto
-from zeromesh.shard.optim.lamb import Lamb
-from zeromesh.shard.optim.lion import Lion
-from zeromesh.shard.optim.muon import Muon
 
 _log = logging.getLogger(__name__)
-
-# An optimizer that works element by element is right on any piece. One that looks at more is right only where whole
-# parameters are here, or where it is one of ours that asks the other ranks.
-_ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
-    getattr(torch.optim, name)
-    for name in ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-) | {Lion}
-
-# Optimizers that get the parts of whole parameters from other ranks, and bytes of their states (Muon's of matrices).
-_EXCHANGING: dict[type[Optimizer], int] = {Lamb: 8, Muon: 4}
-
-_NEVER: dict[type[Optimizer], str] = {
-    torch.optim.LBFGS: "it evaluates the loss several times per step; use it without an engine",
-    torch.optim.SparseAdam: "it takes sparse gradients alone; use Adam, under which embeddings with sparse=True are "
-    "updated as by SparseAdam",
-}
-
-_WHOLE: dict[type[Optimizer], str] = {
-    torch.optim.Adafactor: "it averages over rows and columns; use ZeRO-0 (zero_optimization.stage = 0), or "
-    "another optimizer such as Lion",
-    torch.optim.Muon: 'it orthogonalizes whole matrices; name {"type": "Muon"} in the config, or use '
-    + "ZeRO-0 (zero_optimization.stage = 0)",
-}
-"""Optimizers of torch that are right only on whole parameters, and the remedy where parameters are sharded."""
-
-# Not SGD: with momentum, torch's fails when a parameter's first gradient comes late.
-_FUSED: dict[type[Optimizer], frozenset[str]] = {
-    torch.optim.Adam: frozenset({"cpu", "cuda"}),
-    torch.optim.AdamW: frozenset({"cpu", "cuda"}),
-    torch.optim.Adagrad: frozenset({"cpu"}),
-    Muon: frozenset({"cpu", "cuda"}),
-}
-"""Devices with a fused update."""
-
-
-@dataclass(frozen=True)
-class _Foreign:
-    """A parameter that configs made for DeepSpeed hold but that the class here does not take."""
-
-    optimizers: frozenset[str]
-    remedy: str = ""
-    harmless: tuple[Any, ...] | None = None  # the values that change nothing here; None: any
-
-
-_ADAMS = frozenset({"adam", "adamw"})
-
-_FOREIGN: dict[str, _Foreign] = {
-    "adam_w_mode": _Foreign(_ADAMS),
-    "torch_adam": _Foreign(_ADAMS),
-    "bias_correction": _Foreign(_ADAMS, "torch's Adam always corrects the bias; leave it out", (True,)),
-    "set_grad_none": _Foreign(_ADAMS | {"lion"}),
-    "fp32_optimizer_states": _Foreign(
-        _ADAMS | {"lion", "adagrad"}, "states have the dtype of the master parameters", (True,)
-    ),
-    "amsgrad": _Foreign(frozenset({"lamb", "adagrad"}), "only Adam and AdamW have it", (False,)),
-    "eps_inside_sqrt": _Foreign(frozenset({"lamb"}), "eps is added to the root", (False,)),
-    "ns_method": _Foreign(frozenset({"muon"}), "both compute the same", ("standard", "gram")),
-}
 
 _IMPLEMENTATION = frozenset({"capturable", "differentiable", "foreach", "fused"})
 """Options that change how an optimizer computes, and no state."""
@@ -103,7 +43,7 @@ class ParameterGroup:
 
 def build(
     type: str, params: Mapping[str, Any], groups: Sequence[ParameterGroup], exchange: PieceExchange, sharded: bool,
-    allow_untested: bool = False, matrices: frozenset[str] = frozenset(),
+    allow_untested: bool = False, matrices: Callable[[], frozenset[str]] = frozenset,
 ) -> Optimizer:  # fmt: skip
     """Make the optimizer that a config names, over pieces.
 
@@ -112,20 +52,22 @@ def build(
             ``adagrad``, ``sgd``, ``muon`` or a class of ``torch.optim``, in upper or lower case.
         params: its arguments; ``"auto"`` means not given. What is not given has torch's default.
         groups: as on every rank; an optimizer's ``param_groups`` follow their order (Muon makes two of each).
-        exchange: used by Lamb and Muon.
+        exchange: used by optimizers that work by it, as Lamb and Muon do.
         sharded: whether pieces may be less than whole parameters.
         allow_untested: take classes not known to be right on pieces.
-        matrices: names of the parameters that Muon is to update as matrices.
+        matrices: returns the names of the parameters that are to be updated as matrices, for a class that asks so.
     """
     cls, defaults = _class(type, params)
     _check_class(cls, sharded, allow_untested)
-    # What the configuration does not say: our own optimizers get it beside their parameters.
-    context: dict[str, Any] = {"exchange": exchange, "pieces": [piece for group in groups for piece in group.pieces]}
-    if cls is Muon:
-        context["matrices"] = matrices
+    context: dict[str, Any] = {}
+    if row_of(cls).scope is Scope.EXCHANGING:
+        # What the configuration does not say: these optimizers get it beside their parameters.
+        context = {"exchange": exchange, "pieces": [piece for group in groups for piece in group.pieces]}
+        if "matrices" in inspect.signature(cls).parameters:
+            context["matrices"] = matrices()
     arguments = defaults | _accept(type, without_auto(params), _accepted(cls))
     # It may look at shapes, and whole parameters can have theirs.
-    if not sharded and cls not in _ELEMENTWISE | _EXCHANGING.keys():
+    if not sharded and not row_of(cls).takes_pieces:
         _give_shapes(piece for group in groups for piece in group.pieces)
     param_groups = [
         {"params": [piece.parameter for piece in group.pieces]}
@@ -133,7 +75,7 @@ def build(
         for group in groups
     ]
     try:
-        optimizer: Optimizer = cls(param_groups, **(context if cls in _EXCHANGING else {}), **arguments)
+        optimizer: Optimizer = cls(param_groups, **context, **arguments)
     except (TypeError, ValueError) as error:
         raise ValueError(f"optimizer {type} with optimizer.params = {without_auto(params)}: {error}") from error
     _finish(optimizer)
@@ -142,12 +84,11 @@ def build(
 
 def _class(type: str, params: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the class that a config names, and defaults that it has here."""
-    ours = {cls.__name__.lower(): cls for cls in (Lamb, Lion, Muon)}
-    classes: dict[str, Any] = public_classes(torch.optim, Optimizer) | ours
     # DeepSpeed's Adam has decoupled weight decay unless it is told otherwise, and none by default.
     if type.lower() == "adam" and params.get("adam_w_mode", True):
         return torch.optim.AdamW, {"weight_decay": 0.0}
-    return classes[type.lower()], {}
+    row = row_named(type)
+    return (public_classes(torch.optim, Optimizer)[type.lower()] if row is UNKNOWN else row.load()), {}
 
 
 def _accepted(cls: type[Optimizer]) -> dict[str, inspect.Parameter]:
@@ -162,8 +103,9 @@ def state_bytes(type: str, params: Mapping[str, Any]) -> int:
     One update of a small matrix tells: names of states differ, and options such as ``momentum`` add some.
     """
     cls, _ = _class(type, params)
-    if cls in _EXCHANGING or cls in _NEVER:
-        return _EXCHANGING.get(cls, 0)
+    row = row_of(cls)
+    if row.scope in (Scope.EXCHANGING, Scope.NEVER):
+        return torch.float32.itemsize * len(row.states)
     weight = nn.Parameter(torch.zeros(8, 8, device="cpu", dtype=torch.float32))
     weight.grad = torch.zeros_like(weight)
     arguments = {key: value for key, value in without_auto(params).items() if key not in _IMPLEMENTATION}
@@ -187,14 +129,13 @@ def adopt(
 ) -> None:  # fmt: skip
     """Make an optimizer that was built over a model's parameters update this rank's pieces of them, in place.
 
-    ``exchange`` reaches the other pieces for Lamb.
+    ``exchange`` reaches the other pieces for a class that has a ``spread``, such as Lamb.
 
     Raises:
         ValueError: if the optimizer would be wrong on pieces, has been stepped, or holds foreign parameters.
     """
-    cls = update_class(optimizer)
     check_users(optimizer, pieces_by_parameter, sharded, allow_untested)
-    if not sharded and cls not in _ELEMENTWISE | _EXCHANGING.keys():
+    if not sharded and not row_of(update_class(optimizer)).takes_pieces:
         _give_shapes(piece for piece in pieces_by_parameter.values() if piece is not None)
     # The same group objects, since a scheduler may already hold them.
     for group in optimizer.param_groups:
@@ -217,7 +158,7 @@ def adopt(
         group["params"] = [piece.parameter for _, piece in group_pieces]
         if "param_names" in group:
             group["param_names"] = [piece.name for _, piece in group_pieces]
-    if isinstance(optimizer, Lamb) and exchange is not None:
+    if hasattr(optimizer, "spread") and exchange is not None:
         optimizer.spread([piece for piece in pieces_by_parameter.values() if piece is not None], exchange)
     _finish(optimizer)
 
@@ -225,16 +166,17 @@ def adopt(
 def _accept(name: str, params: Mapping[str, Any], accepted: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
     """Return the arguments for the class, after every parameter has been checked."""
     arguments: dict[str, Any] = {}
+    row = row_named(name)
     for key, value in params.items():
-        foreign = _FOREIGN.get(key)
+        other = row.other_params.get(key)
         if key in accepted:
             arguments[key] = _plain(checked(f"optimizer.params.{key}", value, accepted[key]))
         elif key in _REFUSED_PARAMS:
             raise ValueError(f"optimizer.params.{key} of {name} is not taken: {_REFUSED_PARAMS[key]}")
-        elif foreign is None or name.lower() not in foreign.optimizers:
+        elif other is None:
             raise unknown_parameter("optimizer.params", key, name, accepted)
-        elif foreign.harmless is not None and value not in foreign.harmless:
-            raise ValueError(f"optimizer.params.{key} of {name} cannot be {value!r}: {foreign.remedy}")
+        elif other.harmless is not None and value not in other.harmless:
+            raise ValueError(f"optimizer.params.{key} of {name} cannot be {value!r}: {other.remedy}")
         else:
             _log.info("%s.%s of %s has no further effect", "optimizer.params", key, name)
     return arguments
@@ -276,15 +218,16 @@ def check_users(
 
 def is_tested(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is right on pieces of parameters: its class is known, or says so itself."""
-    return update_class(optimizer) in _ELEMENTWISE | _EXCHANGING.keys() or hasattr(optimizer, "updates_pieces")
+    return row_of(update_class(optimizer)).takes_pieces or hasattr(optimizer, "updates_pieces")
 
 
 def _check_class(cls: type[Optimizer], sharded: bool, allow_untested: bool, name: str = "") -> None:
-    if cls in _NEVER:
-        raise ValueError(f"{cls.__name__} cannot be used: {_NEVER[cls]}")
-    if sharded and cls in _WHOLE:
-        raise ValueError(f"{cls.__name__} would be wrong on sharded parameters: {_WHOLE[cls]}")
-    if sharded and not (allow_untested or cls in _ELEMENTWISE | _EXCHANGING.keys()):
+    row = row_of(cls)
+    if row.scope is Scope.NEVER:
+        raise ValueError(f"{cls.__name__} cannot be used: {row.remedy}")
+    if sharded and row.scope is Scope.WHOLE:
+        raise ValueError(f"{cls.__name__} would be wrong on sharded parameters: {row.remedy}")
+    if sharded and not (allow_untested or row.takes_pieces):
         raise ValueError(
             f"{name or cls.__name__} is not known to update each element by itself, as it must where parameters are "
             "sharded; use ZeRO-0 (zero_optimization.stage = 0), or set `zero_allow_untested_optimizer` to "
@@ -316,7 +259,7 @@ class NoPieces(list[nn.Parameter]):
 
 def _finish(optimizer: Optimizer) -> None:
     """Explain empty groups; switch on the fused update where the user did not choose, and device and dtype have one."""
-    devices = _FUSED.get(update_class(optimizer), frozenset())
+    devices = row_of(update_class(optimizer)).fused
     for group in optimizer.param_groups:
         group["params"] = group["params"] or NoPieces()
         undecided = group.get("fused", False) is None and group["foreach"] is None and not group["differentiable"]

@@ -61,15 +61,17 @@ class HostSteps:
 
     def take_options(self) -> None:
         """Take the groups' options as they are now: the update may be done while a schedule has gone on."""
-        groups = self._optimizer.param_groups
-        taken = [({key: _number(value) for key, value in group.items()}, group["params"]) for group in groups]
-        self._groups = {id(parameter): group for group, parameters in taken for parameter in parameters}
+        # Of each parameter that the kernel updates, its group and the name of the rule.
+        self._updated: dict[int, tuple[dict[str, Any], str]] = {}
+        for group in self._optimizer.param_groups:
+            taken = {key: _number(value) for key, value in group.items()}
+            if (rule := rule_of(self._optimizer, taken)) is not None:
+                self._updated |= {id(parameter): (taken, rule) for parameter in group["params"]}
 
     def takes(self, parameter: Parameter, gradient: torch.Tensor) -> bool:
         """Return whether the kernel does for this parameter what the optimizer would."""
-        group = self._groups.get(id(parameter))
         on_host = parameter.device.type == "cpu" and parameter.dtype in (torch.float32, torch.float64)
-        return group is not None and on_host and rule_of(self._optimizer, group) is not None
+        return on_host and id(parameter) in self._updated
 
     def step(self, inputs: Sequence[StepInput]) -> None:
         """Take one step of parameters that ``takes`` is true for; all tensors of one have as many elements.
@@ -79,14 +81,12 @@ class HostSteps:
         steps: dict[tuple[int, int], UpdateStep] = {}
         pieces = []
         for parameter, gradient, output, apart in inputs:
-            group = self._groups[id(parameter)]
-            rule = rule_of(self._optimizer, group)
-            assert rule is not None
+            group, rule = self._updated[id(parameter)]
             master, remainder = parameter.detach().view(-1), None
             if apart is None:
-                states, number = self._states(parameter, rule, group)
+                states, number = self._states(parameter)
             else:
-                states, number = self._apart(parameter, rule, group, apart)
+                states, number = self._apart(parameter, apart)
                 master, remainder = apart.master, apart.remainder
             step = steps.setdefault((id(group), number), UpdateStep(rule, group, number))
             pieces.append(UpdatePiece(step, gradient, master, states, output, remainder=remainder))
@@ -94,42 +94,44 @@ class HostSteps:
 
     def coming(self, parameter: Parameter) -> tuple[UpdateStep, tuple[torch.Tensor, ...]] | None:
         """Return the next step of a parameter, and its states; None if it has none yet."""
-        group = self._groups[id(parameter)]
-        rule, state = rule_of(self._optimizer, group), self._optimizer.state.get(parameter, {})
-        if rule is None:
+        if id(parameter) not in self._updated:
             return None
-        states = tuple(state.get(name) for name in RULES[rule].states(group))
-        if not all(isinstance(value, torch.Tensor) for value in states) or (rule in COUNTED and "step" not in state):
+        group, name = self._updated[id(parameter)]
+        rule, state = RULES[name], self._optimizer.state.get(parameter, {})
+        states = tuple(state.get(key) for key in rule.states(group))
+        begun = not rule.counted or "step" in state
+        if not (begun and all(isinstance(value, torch.Tensor) for value in states)):
             return None
         # The numbers as they are now: whether they still hold is compared when the update is asked for.
-        numbers = {key: group[key] for key in HYPERPARAMETERS if key in group}
+        numbers = {key: group[key] for key in rule.options if key in group}
         # SGD only tells the first step from the others, by its momentum.
-        return UpdateStep(rule, numbers, int(state["step"]) + 1 if rule in COUNTED else 2), states
+        return UpdateStep(name, numbers, int(state["step"]) + 1 if rule.counted else 2), states
 
     def adopt(self, parameter: Parameter, states: Sequence[torch.Tensor]) -> None:
         """Count a step that was taken elsewhere; the states are now these, or as they were where none are given."""
-        group, state = self._groups[id(parameter)], self._optimizer.state[parameter]
-        rule = rule_of(self._optimizer, group)
-        assert rule is not None
+        group, name = self._updated[id(parameter)]
+        rule, state = RULES[name], self._optimizer.state[parameter]
         if states:
-            state |= dict(zip(RULES[rule].states(group), states, strict=True))
-        if rule in COUNTED:
+            state |= dict(zip(rule.states(group), states, strict=True))
+        if rule.counted:
             state["step"] = state["step"] + 1
 
-    def _states(self, parameter: Parameter, rule: str, group: dict[str, Any]) -> tuple[tuple[torch.Tensor, ...], int]:
-        """Return the parameter's states, made if it has none yet, and which step this is."""
-        number, _ = self._begin(parameter, rule, group, apart=0)
-        state = self._optimizer.state[parameter]
-        return tuple(state[name].view(-1) for name in RULES[rule].states(group)), number
+    def _names(self, parameter: Parameter) -> tuple[str, ...]:
+        group, rule = self._updated[id(parameter)]
+        return RULES[rule].states(group)
 
-    def _apart(
-        self, parameter: Parameter, rule: str, group: dict[str, Any], apart: StatesApart
-    ) -> tuple[tuple[torch.Tensor, ...], int]:  # fmt: skip
+    def _states(self, parameter: Parameter) -> tuple[tuple[torch.Tensor, ...], int]:
+        """Return the parameter's states, made if it has none yet, and which step this is."""
+        number, _ = self._begin(parameter, apart=0)
+        state = self._optimizer.state[parameter]
+        return tuple(state[name].view(-1) for name in self._names(parameter)), number
+
+    def _apart(self, parameter: Parameter, apart: StatesApart) -> tuple[tuple[torch.Tensor, ...], int]:
         """Return the states of a part, with zeros in those that did not exist yet, and which step this is."""
         if id(parameter) not in self._begun:
-            self._begun[id(parameter)] = self._begin(parameter, rule, group, len(apart.states))
+            self._begun[id(parameter)] = self._begin(parameter, len(apart.states))
         number, first = self._begun[id(parameter)]
-        names = RULES[rule].states(group)
+        names = self._names(parameter)
         states = apart.states[: len(names)]
         for state in states if first else ():
             state.zero_()
@@ -138,12 +140,12 @@ class HostSteps:
         state_by_name = self._optimizer.state[parameter]
         return (*states, *(state_by_name[name].view(-1)[part] for name in more)), number
 
-    def _begin(self, parameter: Parameter, rule: str, group: dict[str, Any], apart: int) -> tuple[int, bool]:
+    def _begin(self, parameter: Parameter, apart: int) -> tuple[int, bool]:
         """Count a step of a parameter, make the states that it lacks; return the step, and whether it lacked them.
 
         The first ``apart`` states rest elsewhere.
         """
-        state, names = self._optimizer.state[parameter], RULES[rule].states(group)
+        state, names = self._optimizer.state[parameter], self._names(parameter)
         first = any(state.get(name) is None for name in names)
         for index, name in enumerate(names) if first else ():
             if index < apart:
@@ -151,15 +153,10 @@ class HostSteps:
             else:
                 zeros = zeros_on(Tier.HOST, parameter.numel(), parameter.dtype, parameter.device)
                 state[name] = zeros.view_as(parameter)
-        if rule in COUNTED:
-            state["step"] = state.get("step", torch.tensor(0.0)) + 1
-        return int(state["step"]) if rule in COUNTED else 1 if first else 2, first
-
-
-COUNTED = frozenset({"adam", "adamw", "adagrad"})  # rules whose optimizers count steps, under the name ``step``
-
-# Options of groups that rules compute with.
-HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "maximize", "momentum", "dampening", "nesterov", "lr_decay")
+        if not RULES[self._updated[id(parameter)][1]].counted:
+            return 1 if first else 2, first
+        state["step"] = state.get("step", torch.tensor(0.0)) + 1
+        return int(state["step"]), first
 
 
 def _number(value: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from zeromesh.base.kernels.update_rules import update_class
+from zeromesh.base.optimizer_table import row_of
 
 Options = Mapping[str, Any]
 RULE_KEY = "table_rule"
@@ -76,12 +77,6 @@ RULES: Mapping[str, Rule] = {
 }
 """Rules by the names that ``embedding_tables.optimizer`` takes."""
 
-OF_CLASS = {
-    torch.optim.SGD: "sgd", torch.optim.Adagrad: "adagrad", torch.optim.SparseAdam: "adam", torch.optim.Adam: "adam",
-    torch.optim.AdamW: "adam",
-}  # fmt: skip
-"""Rules of tables in groups of torch's optimizers. Adam and AdamW refuse sparse gradients: tables get SparseAdam's."""
-
 _NEUTRAL: Mapping[str, Any] = {"weight_decay": 0, "momentum": 0, "amsgrad": False, "nesterov": False}
 """Options that would change rows which no batch has used, and the values at which they do not."""
 
@@ -93,7 +88,8 @@ def rule_of(optimizer: torch.optim.Optimizer, group: Options, names: str) -> str
         ValueError: there is no rule, or an option would change rows that no batch has used.
     """
     kind = type(optimizer)
-    name = group.get(RULE_KEY, OF_CLASS.get(update_class(optimizer)))
+    # Adam and AdamW refuse sparse gradients: tables get SparseAdam's update.
+    name = group.get(RULE_KEY, row_of(update_class(optimizer)).row_rule)
     if name not in RULES:
         subject = f"{RULE_KEY} = {name!r}" if RULE_KEY in group else f"{kind.__name__}"
         raise ValueError(
