@@ -173,41 +173,6 @@ grouped_allreduce_async = _variant("grouped_allreduce_async", _start_allreduce)
 grouped_allreduce_async_ = _variant("grouped_allreduce_async_", _start_allreduce)
 
 
-def _start_allgather(
-    call: str, tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """Start ``allgather``, or ``grouped_allgather``; return the handle."""
-    return _start(call, tensor, name, process_set)
-
-
-allgather_async = _variant("allgather_async", _start_allgather)
-grouped_allgather_async = _variant("grouped_allgather_async", _start_allgather)
-
-
-def _start_broadcast(
-    call: str, tensor: torch.Tensor, root_rank: int, name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:  # fmt: skip
-    """Give every rank the tensor of rank ``root_rank``, without gradients; see ``broadcast``.
-
-    ``_async`` returns a handle for ``synchronize`` and ``poll``. A name that ends with ``_`` writes the result into the
-    given tensor, which must not be used before the operation is done.
-    """
-    return _start(call, tensor, name, process_set, root_rank=root_rank)
-
-
-broadcast_ = _variant("broadcast_", _start_broadcast)
-broadcast_async = _variant("broadcast_async", _start_broadcast)
-broadcast_async_ = _variant("broadcast_async_", _start_broadcast)
-
-
-def alltoall_async(
-    tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """Start ``alltoall``; return its handle, whose result is the tensor and the received splits."""
-    return _start("alltoall_async", tensor, name, process_set, tuple, splits=_rows(splits))
-
-
 def _rows(splits: Any) -> list[int] | None:
     return None if splits is None else torch.as_tensor(splits).reshape(-1).tolist()
 
@@ -333,8 +298,10 @@ def _allgather(call: str, tensor: Any, name: str | None = None, process_set: Pro
     """Concatenate the ranks' tensors along the first dimension, in the order of ranks.
 
     The first dimension may differ between ranks, and be 0. The gradient is this rank's part of the mean of all ranks'.
-    ``grouped_allgather`` takes and returns a list.
+    ``grouped_allgather`` takes and returns a list. ``_async`` returns a handle, and has no gradient.
     """
+    if "async" in call:
+        return _start(call, tensor, name, process_set)
     rows = [part.shape[0] if part.dim() else 1 for part in _listed(call, tensor)]
 
     def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -348,26 +315,40 @@ def _allgather(call: str, tensor: Any, name: str | None = None, process_set: Pro
 
 allgather = _variant("allgather", _allgather)
 grouped_allgather = _variant("grouped_allgather", _allgather)
+allgather_async = _variant("allgather_async", _allgather)
+grouped_allgather_async = _variant("grouped_allgather_async", _allgather)
 
 
-def broadcast(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
+def _broadcast(
+    call: str, tensor: torch.Tensor, root_rank: int, name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:  # fmt: skip
     """Return the tensor of rank ``root_rank``, a global rank also in a process set.
 
-    The gradient is the mean of all ranks' on ``root_rank``, and zeros on the others.
+    The gradient is the mean of all ranks' on ``root_rank``, and zeros on the others. ``_async`` returns a handle for
+    ``synchronize`` and ``poll``. A name that ends with ``_`` writes the result into the given tensor, which must not be
+    used before the operation is done. Neither has a gradient.
     """
+    if call != "broadcast":
+        return _start(call, tensor, name, process_set, root_rank=root_rank)
 
     def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         mean = allreduce(gradients[0], op=Average, process_set=process_set)
         return [mean if world_for("broadcast").environment.rank == root_rank else torch.zeros_like(mean)]
 
-    return _apply("broadcast", tensor, name, process_set, back, root_rank=root_rank)
+    return _apply(call, tensor, name, process_set, back, root_rank=root_rank)
 
 
-def alltoall(
-    tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
+broadcast = _variant("broadcast", _broadcast)
+broadcast_ = _variant("broadcast_", _broadcast)
+broadcast_async = _variant("broadcast_async", _broadcast)
+broadcast_async_ = _variant("broadcast_async_", _broadcast)
+
+
+def _alltoall(
+    _call: str, tensor: torch.Tensor, splits: Any = None, name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:  # fmt: skip
     """Send consecutive rows to each rank, and return those received, in the order of ranks.
 
     Args:
@@ -378,7 +359,10 @@ def alltoall(
 
     Returns:
         The received rows; with ``splits`` also the number received from each rank, int32, or of the dtype of splits.
+        Of ``alltoall_async`` a handle, whose result has both, without gradients.
     """
+    if _call != "alltoall":
+        return _start(_call, tensor, name, process_set, tuple, splits=_rows(splits))
     received: list[torch.Tensor] = []
 
     def finish(results: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
@@ -388,10 +372,14 @@ def alltoall(
     def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         return [alltoall(gradients[0], received[0], None, process_set)[0]]
 
-    out = _apply("alltoall", tensor, name, process_set, back, finish=finish, splits=_rows(splits))
+    out = _apply(_call, tensor, name, process_set, back, finish=finish, splits=_rows(splits))
     if splits is None:
         return out
     return out, received[0].to(splits) if isinstance(splits, torch.Tensor) else received[0]
+
+
+alltoall = _variant("alltoall", _alltoall)
+alltoall_async = _variant("alltoall_async", _alltoall)
 
 
 def _reducescatter(
