@@ -18,8 +18,8 @@ from harness import run_ranks
 from huggingface_models import GROUPED, LAYERS, MODELS, SPECIAL, USUAL, VOCABULARY, Model, text, without_dropout
 from test_context import fake
 from zeromesh.apps.train.architectures.decoder import Decoder
+from zeromesh.apps.train.train_settings import ModelShape
 from zeromesh.comm.mesh import Mesh
-from zeromesh.config.train import ModelShape
 from zeromesh.parallel.activation.checkpoint import checkpoint_modules
 from zeromesh.parallel.context.applied import SpreadSequences, Unsupported
 from zeromesh.parallel.context.sequence_order import keep

@@ -11,7 +11,7 @@ from torch import nn
 import zeromesh
 from harness import run_ranks
 from zeromesh.apps.train.architectures.decoder import Decoder
-from zeromesh.config.train import ModelShape
+from zeromesh.apps.train.train_settings import ModelShape
 from zeromesh.shard.sharded import ShardedModel
 
 

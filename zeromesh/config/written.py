@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from zeromesh.base.placement import ROWS, PlacementRow, Tier
-from zeromesh.config.settings import TIERS
+from zeromesh.config.errors import ConfigError
+from zeromesh.config.settings import TIERS, Settings
 
 NVME_FOLDER = "/local_nvme"
 LEARNING_RATE = 3e-4  # of a written configuration; usual for AdamW, and the user's to change
@@ -97,6 +98,15 @@ def document_of(run: WrittenRun) -> dict[str, Any]:
         document["activation_checkpointing"] |= {"granularity": run.recompute} if run.recompute != "full" else {}
         document["activation_checkpointing"] |= {"cpu_checkpointing": True} if run.activations_on_host else {}
     return {key: value for key, value in document.items() if value != {}}
+
+
+def is_refused(run: WrittenRun) -> bool:
+    """Return whether ``REFUSALS`` has a row against the configuration of a run."""
+    try:
+        Settings.load(document_of(run), tells=False)
+    except ConfigError:
+        return True
+    return False
 
 
 def completed_document(document: Mapping[str, Any], planned: Mapping[str, Any]) -> dict[str, Any]:

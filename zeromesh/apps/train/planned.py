@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh import Environment, Settings, init_distributed
+from zeromesh import Environment, init_distributed
 from zeromesh.apps.plan.automatic import asked_of_planner, filled_in, repeated
 from zeromesh.apps.train.check import Job, build_model
+from zeromesh.apps.train.train_settings import TrainSettings
 from zeromesh.comm.agreement import world_group
 from zeromesh.comm.detect import is_launched
 from zeromesh.comm.environment import device_of_group
@@ -21,7 +22,7 @@ from zeromesh.comm.environment import device_of_group
 ROWS = 2  # samples of the forward that the planner traces first
 
 
-def planned(config: Path, overrides: Sequence[str], settings: Settings) -> Settings:
+def planned(config: Path, overrides: Sequence[str], settings: TrainSettings) -> TrainSettings:
     """Return the settings with what is "auto" filled in by the planner. Collective under a launcher.
 
     A run that is resumed on as many ranks keeps what it had.
