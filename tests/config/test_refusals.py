@@ -18,7 +18,7 @@ TOY = "zero_optimization.stage is 2, which is not to be used today; set it to 3"
 
 @pytest.fixture
 def toy() -> Iterator[None]:
-    REFUSALS.append((lambda settings: settings.zero_optimization.stage == 2, lambda settings: TOY))
+    REFUSALS.append((lambda settings: settings.zero_optimization.stage == 2, TOY))
     yield
     REFUSALS.pop()
 

@@ -14,15 +14,14 @@ from pydantic import ValidationError, model_validator
 
 from zeromesh.base.placement import ROWS, PlacementRow, Tier
 from zeromesh.config import feature_sections as parts
+from zeromesh.config import precision_sections as precisions
 from zeromesh.config.batch_sizes import solve_batch, solve_mesh
-from zeromesh.config.bf16 import Bf16
 from zeromesh.config.catalogue import Entry, catalogue, explain
 from zeromesh.config.curriculum_section import Curriculum
-from zeromesh.config.data_types import DataTypes
 from zeromesh.config.document import read_document
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.printing import jsonable
-from zeromesh.config.refusals import REFUSALS, Refusal
+from zeromesh.config.refusals import REFUSALS, Refusal, problems
 from zeromesh.config.section import (
     BatchInt,
     CountFloat,
@@ -106,13 +105,13 @@ class Settings(Section):
     communication_data_type: Dtype | None = key(
         None, "Dtype in which gradients are sent. Null: the dtype of the parameters."
     )
-    data_types: DataTypes = DataTypes()
-    fp16: parts.Fp16 = parts.Fp16()
-    bf16: Bf16 = key(Bf16(), "Train in bf16 with fp32 master weights.")
-    torch_autocast: parts.TorchAutocast = key(
-        parts.TorchAutocast(), "Run the forward under torch.autocast. Parameters keep their dtype."
+    data_types: precisions.DataTypes = precisions.DataTypes()
+    fp16: precisions.Fp16 = precisions.Fp16()
+    bf16: precisions.Bf16 = key(precisions.Bf16(), "Train in bf16 with fp32 master weights.")
+    torch_autocast: precisions.TorchAutocast = key(
+        precisions.TorchAutocast(), "Run the forward under torch.autocast. Parameters keep their dtype."
     )
-    float8: parts.Float8 = parts.Float8()
+    float8: precisions.Float8 = precisions.Float8()
     compile: parts.Compile = key(
         parts.Compile(),
         "Compile the forward of each unit (a block of the model) with torch.compile. true means enabled, false "
@@ -255,6 +254,12 @@ class Settings(Section):
         gather = "8bit" if zero.zero_quantized_weights else ours.across_nodes_gather
         return gather, "8bit" if zero.zero_quantized_gradients else ours.across_nodes_reduce
 
+    @property
+    def gathered_bits(self) -> str | None:
+        """Number of bits in which parameters are sent between nodes; None for those of their dtype."""
+        gather, _ = self.across_nodes
+        return gather and gather.removesuffix("bit")
+
     def resolve(self, data_size: int, sizes: Mapping[str, int] | None = None, elastic: bool = False) -> Resolved:
         """Return the settings with the batch sizes worked out for ``data_size`` data-parallel ranks.
 
@@ -300,6 +305,17 @@ class Settings(Section):
             pinned=zero.pins,
             split=zero.row_options.split_master,
         )
+
+    @property
+    def key_on_disk(self) -> str | None:
+        """The first key by which states rest in files; None if they do not."""
+        zero = self.zero_optimization
+        devices = {
+            "zero_optimization.offload_optimizer": zero.optimizer_device,
+            "zero_optimization.offload_param": zero.parameter_device,
+            "embedding_tables": self.embedding_tables.device,
+        }
+        return next((f"{name}.device" for name, device in devices.items() if device == "nvme"), None)
 
     @property
     def precision(self) -> Precision:
@@ -357,7 +373,7 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _combinations_are_accepted(self) -> Self:
-        messages = [text if isinstance(text, str) else text(self) for when, text in self.refusals() if when(self)]
+        messages = problems(self, self.refusals())
         if messages:
             raise ConfigError(messages)
         return self

@@ -18,7 +18,7 @@ APPLICATIONS = ("model", "huggingface", "lora", "data", "run")
 _TABLES = json.loads(Path(__file__).with_name("special_keys.json").read_text(encoding="utf-8"))
 
 # The reference marks them, so that a file for both programs can be written.
-OURS: tuple[str, ...] = (*_TABLES["ours"], *APPLICATIONS)
+OURS: tuple[str, ...] = (*" ".join(_TABLES["ours"]).split(), *APPLICATIONS)
 """Keys that DeepSpeed does not have."""
 
 RENAMED: dict[str, str] = {

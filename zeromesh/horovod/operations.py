@@ -135,58 +135,34 @@ def _start(
 
 def _variant(call: str, base: Callable[Concatenate[str, P], Any]) -> Callable[P, Any]:
     """Return the public function of the name ``call``; it waits for handles unless its name says ``async``."""
-
-    def function(*args: P.args, **kwargs: P.kwargs) -> Any:
-        if "tensors" in kwargs:
-            kwargs["tensor"] = kwargs.pop("tensors")
-        result = base(call, *args, **kwargs)
-        return synchronize(result) if isinstance(result, Handle) and "async" not in call else result
-
     _, *parameters = inspect.signature(base).parameters.values()
+    if not _has_gradient(call):
+        parameters = [parameter for parameter in parameters if parameter.name != "compression"]
     if call.startswith("grouped_"):
         parameters[0] = parameters[0].replace(name="tensors", annotation="Sequence[torch.Tensor]")
-    return named(function, call, base.__doc__, signature=inspect.Signature(parameters))
+    run: Any = base
+    signature = inspect.Signature(parameters)
+
+    def function(*args: P.args, **kwargs: P.kwargs) -> Any:
+        arguments: Any = signature.bind(*args, **kwargs).arguments
+        arguments["tensor"] = arguments.pop(parameters[0].name)
+        result = run(call, **arguments)
+        return synchronize(result) if isinstance(result, Handle) and "async" not in call else result
+
+    return named(function, call, base.__doc__, signature=signature)
+
+
+def _has_gradient(call: str) -> bool:
+    """Return whether a public function is differentiable: one that returns new tensors, and no handle."""
+    return "async" not in call and not call.endswith("_")
 
 
 def _scaled(average: bool | None, op: int | None, pre: float, post: float) -> dict[str, Any]:
     return {"op": int(operation(average, op)), "prescale_factor": float(pre), "postscale_factor": float(post)}
 
 
-def _start_allreduce(
-    call: str, tensor: Any, average: bool | None = None, name: str | None = None, op: int | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> Handle:  # fmt: skip
-    """Reduce a tensor, or several together, over the ranks, without gradients; see ``allreduce``.
-
-    ``_async`` returns a handle for ``synchronize`` and ``poll``. A name that ends with ``_`` writes the results into
-    the given tensors, which must not be used before the operation is done.
-    """
-    fields = _scaled(average, op, prescale_factor, postscale_factor)
-    return _start(call, tensor, name, process_set, **fields)
-
-
-allreduce_ = _variant("allreduce_", _start_allreduce)
-allreduce_async = _variant("allreduce_async", _start_allreduce)
-allreduce_async_ = _variant("allreduce_async_", _start_allreduce)
-grouped_allreduce_ = _variant("grouped_allreduce_", _start_allreduce)
-grouped_allreduce_async = _variant("grouped_allreduce_async", _start_allreduce)
-grouped_allreduce_async_ = _variant("grouped_allreduce_async_", _start_allreduce)
-
-
 def _rows(splits: Any) -> list[int] | None:
     return None if splits is None else torch.as_tensor(splits).reshape(-1).tolist()
-
-
-def _start_reducescatter(
-    call: str, tensor: Any, name: str | None = None, op: int = Average, process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> Handle:  # fmt: skip
-    """Start ``reducescatter``, or ``grouped_reducescatter``; return the handle."""
-    return _start(call, tensor, name, process_set, **_scaled(None, op, prescale_factor, postscale_factor))
-
-
-reducescatter_async = _variant("reducescatter_async", _start_reducescatter)
-grouped_reducescatter_async = _variant("grouped_reducescatter_async", _start_reducescatter)
 
 
 def sparse_allreduce_async(
@@ -264,6 +240,8 @@ def _allreduce(
     """Reduce a tensor over the ranks; return a new one.
 
     ``grouped_allreduce`` takes and returns a list; none of its tensors is reduced before all ranks have given all.
+    ``_async`` returns a handle for ``synchronize`` and ``poll``. A name that ends with ``_`` writes the results into
+    the given tensors, which must not be used before the operation is done. Neither has a gradient.
 
     Args:
         tensor: of one shape and dtype on all ranks.
@@ -287,11 +265,19 @@ def _allreduce(
         return grouped_allreduce(gradients, None, None, Compression.none, reduction, *scales, process_set)
 
     fields = _scaled(None, reduction, *scales)
+    if not _has_gradient(_call):
+        return _start(_call, tensor, name, process_set, **fields)
     return _apply(_call, tensor, name, process_set, back, compression, **fields)
 
 
 allreduce = _variant("allreduce", _allreduce)
+allreduce_ = _variant("allreduce_", _allreduce)
+allreduce_async = _variant("allreduce_async", _allreduce)
+allreduce_async_ = _variant("allreduce_async_", _allreduce)
 grouped_allreduce = _variant("grouped_allreduce", _allreduce)
+grouped_allreduce_ = _variant("grouped_allreduce_", _allreduce)
+grouped_allreduce_async = _variant("grouped_allreduce_async", _allreduce)
+grouped_allreduce_async_ = _variant("grouped_allreduce_async_", _allreduce)
 
 
 def _allgather(call: str, tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
@@ -300,7 +286,7 @@ def _allgather(call: str, tensor: Any, name: str | None = None, process_set: Pro
     The first dimension may differ between ranks, and be 0. The gradient is this rank's part of the mean of all ranks'.
     ``grouped_allgather`` takes and returns a list. ``_async`` returns a handle, and has no gradient.
     """
-    if "async" in call:
+    if not _has_gradient(call):
         return _start(call, tensor, name, process_set)
     rows = [part.shape[0] if part.dim() else 1 for part in _listed(call, tensor)]
 
@@ -329,7 +315,7 @@ def _broadcast(
     ``synchronize`` and ``poll``. A name that ends with ``_`` writes the result into the given tensor, which must not be
     used before the operation is done. Neither has a gradient.
     """
-    if call != "broadcast":
+    if not _has_gradient(call):
         return _start(call, tensor, name, process_set, root_rank=root_rank)
 
     def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -361,7 +347,7 @@ def _alltoall(
         The received rows; with ``splits`` also the number received from each rank, int32, or of the dtype of splits.
         Of ``alltoall_async`` a handle, whose result has both, without gradients.
     """
-    if _call != "alltoall":
+    if not _has_gradient(_call):
         return _start(_call, tensor, name, process_set, tuple, splits=_rows(splits))
     received: list[torch.Tensor] = []
 
@@ -389,7 +375,7 @@ def _reducescatter(
     """Reduce a tensor over the ranks and return this rank's rows; the first ranks get one more if they do not divide.
 
     The gradient is an allgather; with ``Sum``, times the number of ranks. ``grouped_reducescatter`` takes and returns a
-    list. See ``allreduce`` for the arguments.
+    list. ``_async`` returns a handle, and has no gradient. See ``allreduce`` for the arguments.
     """
     reduction = operation(None, op)
 
@@ -400,11 +386,15 @@ def _reducescatter(
         return grouped_allgather([gradient * factor for gradient in gradients], process_set=process_set)
 
     fields = _scaled(None, reduction, prescale_factor, postscale_factor)
+    if not _has_gradient(call):
+        return _start(call, tensor, name, process_set, **fields)
     return _apply(call, tensor, name, process_set, back, compression, **fields)
 
 
 reducescatter = _variant("reducescatter", _reducescatter)
+reducescatter_async = _variant("reducescatter_async", _reducescatter)
 grouped_reducescatter = _variant("grouped_reducescatter", _reducescatter)
+grouped_reducescatter_async = _variant("grouped_reducescatter_async", _reducescatter)
 
 __all__ = [
     "Adasum", "Average", "Compression", "Max", "Min", "Product", "Sum", "allgather", "allgather_async", "allreduce",

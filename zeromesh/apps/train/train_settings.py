@@ -290,10 +290,8 @@ TRAIN_REFUSALS: list[Refusal[TrainSettings]] = [
     ),
     (
         lambda s: s.quantizes and s.mesh.tensor > 1,
-        lambda s: (
-            "huggingface.quantization: blocks of quantized weights cannot be split along mesh.tensor = "
-            f"{s.mesh.tensor}; set it to 1, and zero_optimization.stage to 3, which shards them"
-        ),
+        "huggingface.quantization: blocks of quantized weights cannot be split along mesh.tensor = "
+        "{s.mesh.tensor}; set it to 1, and zero_optimization.stage to 3, which shards them",
     ),
     (
         lambda s: s.has_two_rates and not isinstance(s.optimizer and s.optimizer.params.get("lr"), int | float),
@@ -301,9 +299,7 @@ TRAIN_REFUSALS: list[Refusal[TrainSettings]] = [
     ),
     (
         lambda s: s.has_two_rates and s.scheduler is not None and s.scheduler.type.lower() in ONE_RATE,
-        lambda s: (
-            f"scheduler.type = {s.scheduler and s.scheduler.type} gives all parameters one learning rate, against "
-            "lora.plus_ratio; use WarmupCosineLR or WSD, which multiply each group's own"
-        ),
+        "scheduler.type = {s.scheduler.type} gives all parameters one learning rate, against "
+        "lora.plus_ratio; use WarmupCosineLR or WSD, which multiply each group's own",
     ),
 ]
