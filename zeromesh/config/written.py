@@ -116,13 +116,3 @@ def completed_document(document: Mapping[str, Any], planned: Mapping[str, Any]) 
     layout = ("mesh", "slots", "pipeline", "tensor_parallel", "activation_checkpointing", "bf16", "fp16", "bfloat16")
     rest = {key: value for key, value in document.items() if key not in layout}
     return rest | {key: value for key, value in planned.items() if key not in users_keys or key not in document}
-
-
-def trains_itself(document: Mapping[str, Any]) -> bool:
-    """Return whether ``zeromesh train`` can run a document: it has a model, text and a length."""
-    return ("model" in document or "huggingface" in document) and "data" in document and "run" in document
-
-
-def with_folder(planned: Mapping[str, Any], path: str, sequence: int) -> dict[str, Any]:
-    """Return a plan's document with the folder of its model."""
-    return {**planned, "huggingface": {"path": path, "sequence_length": sequence}}

@@ -23,7 +23,7 @@ from zeromesh.base.files import read_text
 from zeromesh.base.words import nearest
 from zeromesh.checkpoint.weights.hub_models import is_model_id, model_folder
 from zeromesh.checkpoint.weights.pretrained import saved_quantization
-from zeromesh.config.written import completed_document, trains_itself, with_folder
+from zeromesh.config.written import completed_document
 from zeromesh.engine.initialize.widths import tables_of
 from zeromesh.shard.sizes import TableLayout
 
@@ -46,13 +46,15 @@ class AskedModel:
     @property
     def program(self) -> str:
         """The program that trains it, for ``zeromesh launch``."""
-        return TRAIN if trains_itself(self.configuration) else SCRIPT
+        keys = {*self.configuration}
+        return TRAIN if keys & {"model", "huggingface"} and keys >= {"data", "run"} else SCRIPT
 
     def document(self, planned: Mapping[str, Any], sequence: int) -> dict[str, Any]:
         """Return a plan's document with all that the model's own says."""
         if self.configuration:
             return completed_document(self.configuration, planned)
-        return with_folder(planned, self.folder, sequence) if self.folder else dict(planned)
+        model = {"huggingface": {"path": self.folder, "sequence_length": sequence}} if self.folder else {}
+        return {**planned, **model}
 
 
 def asked_model(text: str, precision: str) -> AskedModel:

@@ -259,16 +259,6 @@ class TrainSettings(Settings):
         """True for a run of ``zeromesh train``, whose report has the times of all updates."""
         return self.run is not None
 
-    @property
-    def quantizes(self) -> bool:
-        """True if the weights of the model are quantized."""
-        return self.huggingface is not None and self.huggingface.quantization is not None
-
-    @property
-    def has_two_rates(self) -> bool:
-        """True if the matrices A and B of adapters have learning rates of their own."""
-        return self.lora is not None and self.lora.plus_ratio is not None
-
 
 class ResolvedTrainSettings(Resolved, TrainSettings):
     """The same in which nothing depends on the number of ranks any more."""
@@ -284,21 +274,23 @@ TRAIN_REFUSALS: list[Refusal[TrainSettings]] = [
         "lora needs a model of transformers; name its folder with huggingface.path",
     ),
     (
-        lambda s: s.quantizes and s.lora is None,
+        lambda s: s.huggingface and s.huggingface.quantization and s.lora is None,
         "huggingface.quantization freezes the weights, and without lora nothing would be trained; add a section "
         "lora, or leave quantization out to train all weights",
     ),
     (
-        lambda s: s.quantizes and s.mesh.tensor > 1,
+        lambda s: s.huggingface and s.huggingface.quantization and s.mesh.tensor > 1,
         "huggingface.quantization: blocks of quantized weights cannot be split along mesh.tensor = "
         "{s.mesh.tensor}; set it to 1, and zero_optimization.stage to 3, which shards them",
     ),
     (
-        lambda s: s.has_two_rates and not isinstance(s.optimizer and s.optimizer.params.get("lr"), int | float),
+        lambda s: (
+            s.lora and s.lora.plus_ratio and not (s.optimizer and isinstance(s.optimizer.params.get("lr"), int | float))
+        ),
         "lora.plus_ratio multiplies optimizer.params.lr, which is not set; set it to a number",
     ),
     (
-        lambda s: s.has_two_rates and s.scheduler is not None and s.scheduler.type.lower() in ONE_RATE,
+        lambda s: s.lora and s.lora.plus_ratio and s.scheduler and s.scheduler.type.lower() in ONE_RATE,
         "scheduler.type = {s.scheduler.type} gives all parameters one learning rate, against "
         "lora.plus_ratio; use WarmupCosineLR or WSD, which multiply each group's own",
     ),
