@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from zeromesh.apps.train.architectures.decoder import Decoder
-from zeromesh.config.train import ModelShape
+from zeromesh.apps.train.train_settings import ModelShape
 
 ADAMW = {"lr": 3e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 """Said in full, as the defaults of torch and DeepSpeed differ."""

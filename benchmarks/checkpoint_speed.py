@@ -33,9 +33,9 @@ import zeromesh
 from heap import Heap
 from zeromesh.apps.launch.launch import launch
 from zeromesh.apps.train.architectures.decoder import Decoder
+from zeromesh.apps.train.train_settings import ModelShape
 from zeromesh.checkpoint.save import save
 from zeromesh.comm.environment import init_distributed, shutdown
-from zeromesh.config.train import ModelShape
 
 SIZES = {
     "134M": {"hidden_size": 768, "layers": 12, "heads": 12, "vocab_size": 32000},

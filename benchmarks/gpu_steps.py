@@ -28,13 +28,13 @@ from gpu import DONE, FAILED, LEFT_OUT, NO_ROOM, ROOT, WRONG
 from gpu_train import Figures, LeftOut, Options, tell, trace, train
 from zeromesh.apps.launch.launch import launch
 from zeromesh.apps.train.architectures.decoder import Decoder
+from zeromesh.apps.train.train_settings import ModelShape
 from zeromesh.base.kernels.measure import synchronize
 from zeromesh.base.machine import inventory
 from zeromesh.base.placement import Tier
 from zeromesh.comm.environment import device_of_group, init_distributed, shutdown
 from zeromesh.comm.launchers import TORCHRUN
 from zeromesh.config.settings import Settings
-from zeromesh.config.train import ModelShape
 from zeromesh.shard import sharded
 from zeromesh.shard.store.link import Copy, CopyStreams, Link
 from zeromesh.shard.store.memory import empty_on

@@ -29,13 +29,13 @@ from zeromesh.apps.plan.predict.rank_memory import memory_of
 from zeromesh.apps.plan.predict.time import time_of
 from zeromesh.apps.train.architectures.decoder import Decoder
 from zeromesh.apps.train.architectures.flops import parameters, training_flops_per_token
+from zeromesh.apps.train.train_settings import ModelShape
 from zeromesh.base.kernels.measure import synchronize
 from zeromesh.base.kernels.native import library
 from zeromesh.base.machine import memory, peak_bytes
 from zeromesh.base.spans import PREFIX
 from zeromesh.base.words import bytes_text
 from zeromesh.config.settings import Settings
-from zeromesh.config.train import ModelShape
 from zeromesh.engine.observe.breakdown import Timer
 
 Options = Mapping[str, Any]

@@ -15,8 +15,8 @@ from torch import nn
 import products
 from zeromesh import initialize
 from zeromesh.apps.train.architectures.decoder import Decoder
+from zeromesh.apps.train.train_settings import ModelShape
 from zeromesh.comm.environment import init_distributed, shutdown
-from zeromesh.config.train import ModelShape
 
 SEQUENCE = 256
 PIXELS, CLASSES = 96, 1000

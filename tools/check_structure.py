@@ -216,10 +216,11 @@ def is_one_thing(tree: ast.Module) -> bool:
 
 def keys() -> tuple[set[str], re.Pattern[str]]:
     """Return the keys of the configuration, with and without their sections, and what finds such names in a text."""
+    from zeromesh.apps.train.train_settings import TrainSettings
     from zeromesh.config.settings import entries
     from zeromesh.config.special_keys import GONE, RENAMED
 
-    paths = [path.split(".") for path in {*entries(), *RENAMED, *GONE}]
+    paths = [path.split(".") for path in {*entries(TrainSettings), *RENAMED, *GONE}]
     sections = {name for path in paths for name in path[:-1]} - {"model"}  # also begins the names of parameters
     names = {".".join(path[start:]) for path in paths for start in range(len(path))}
     return names, re.compile(rf"(?<![\w./-])(?:{'|'.join(sections)})(?:\.[a-z_0-9]+)+(?![\w(./*])")

@@ -13,11 +13,12 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
 
+from zeromesh.apps.train.train_settings import TrainSettings
 from zeromesh.base.words import show
 from zeromesh.config.catalogue import Entry, Schema, children, section_of
 from zeromesh.config.optimizer_names import EXACT_OPTIMIZERS
 from zeromesh.config.section import DTYPE_NAMES
-from zeromesh.config.settings import Settings, entries
+from zeromesh.config.settings import entries
 from zeromesh.config.special_keys import EXACT, GONE, NOT_YET, OURS, RENAMED, UNREAD, UNSET, WITHOUT_EFFECT, sections_of
 
 COMMAND = "python tools/config_reference.py"
@@ -128,7 +129,7 @@ class _Untitled(GenerateJsonSchema):
 
 def page() -> str:
     """Return the reference as Markdown."""
-    known = entries()
+    known = entries(TrainSettings)
     sections = ["", *(path for path, entry in known.items() if entry.section)]
     tables = [_section(section, known) for section in sections]
     parts = [INTRODUCTION, *tables, _other_names(), _refused(), _adopted()]
@@ -137,7 +138,7 @@ def page() -> str:
 
 def schema() -> Schema:
     """Return the JSON schema of a configuration file."""
-    whole = Settings.model_json_schema(schema_generator=_Untitled)
+    whole = TrainSettings.model_json_schema(schema_generator=_Untitled)
     _describe(whole, whole["$defs"], "")
     for part in [whole, *whole["$defs"].values()]:
         del part["title"]
@@ -246,10 +247,10 @@ def _adopted() -> str:
 
 def _describe(part: Schema, definitions: dict[str, Schema], prefix: str) -> None:
     """Describe each key, with those that are not in the settings, and say which are special."""
-    for name in children(entries(), prefix.removesuffix(".")):
+    for name in children(entries(TrainSettings), prefix.removesuffix(".")):
         path, value = prefix + name, part["properties"].setdefault(name, {})
         note = _sentence(_note(path).replace("`", ""))
-        value["description"] = " ".join([entries()[path].meaning, f"{note}." if note else ""]).strip()
+        value["description"] = " ".join([entries(TrainSettings)[path].meaning, f"{note}." if note else ""]).strip()
         inner = section_of(value, definitions)
         if inner is not None:
             _describe(inner, definitions, f"{path}.")

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from zeromesh.apps.plan.automatic import choose_layout
 from zeromesh.apps.plan.compare import prediction
+from zeromesh.apps.train.train_settings import TrainSettings
 from zeromesh.base.keras_layers import refuse_other_backends
 from zeromesh.base.signatures import refuse, takes_args_first
 from zeromesh.comm.agreement import world_group
@@ -144,7 +145,8 @@ def run_steps(
     if chosen.loss_fn is None and isinstance(chosen.model, PipelineModule):
         chosen = replace(chosen, loss_fn=chosen.model.loss_fn)
     _show_log()
-    settings, environment = steps.read_configuration(chosen, mesh, start)
+    # The file may be one of zeromesh train's, whose sections are checked, too.
+    settings, environment = steps.read_configuration(chosen, mesh, start, TrainSettings.load)
     settings = choose_layout(chosen, settings, world_group(device_of_group(environment)), environment)
     plan = steps.plan_layout(chosen, settings, mesh or make_mesh(settings, environment))
     prepared = steps.prepare_run(plan)

@@ -14,6 +14,9 @@ from zeromesh.base.placement import ROWS
 from zeromesh.base.precision import LossScale, Precision
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Resolved, entries
+from zeromesh.apps.train.train_settings import ResolvedTrainSettings
+from zeromesh.apps.train.train_settings import TrainSettings as Settings  # all keys: the engine's and the trainer's
+from zeromesh.config.settings import entries
 from zeromesh.config.special_keys import (
     GONE,
     NOT_YET,
@@ -70,7 +73,9 @@ def test_files_that_need_more_are_refused_naming_each_key_once(name: str, keys: 
 
 def test_the_configs_of_the_tests_use_most_of_what_users_write() -> None:
     """The files above would prove little if they had few keys."""
-    written = {path for path in entries() for file in ACCEPTED if look_up(json.loads(file.read_text()), path)[0]}
+    written = {
+        path for path in entries(Settings) for file in ACCEPTED if look_up(json.loads(file.read_text()), path)[0]
+    }
     assert len(written) > 120
 
 
@@ -97,7 +102,7 @@ def test_an_unknown_key_is_named_with_its_path_and_the_nearest_one(document: dic
 
 
 @pytest.mark.parametrize(
-    "section", ["", *(path for path, entry in entries().items() if entry.section and path not in UNREAD)]
+    "section", ["", *(path for path, entry in entries(Settings).items() if entry.section and path not in UNREAD)]
 )
 def test_no_section_at_any_depth_takes_an_unknown_key(section: str) -> None:
     path = f"{section}.no_such_key".lstrip(".")
@@ -126,7 +131,7 @@ def test_a_repeated_key_is_named_with_its_path(tmp_path: Path, text: str, key: s
 
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
 def test_an_other_name_is_read_as_the_key_itself_and_never_beside_it(old: str, new: str) -> None:
-    assert new in entries()
+    assert new in entries(Settings)
     value = {"bf16": {"enabled": True}, "tensor_parallel.tensor_parallel": {"tp_size": 2}}.get(new, 3)
     assert Settings.load(nested(old, value)) == Settings.load(nested(new, value))
     assert (Settings.load(nested(old, value)) == Settings.load(nested(new.rpartition(".")[0] or "mesh", {}))) is (
@@ -244,7 +249,7 @@ def test_sources_other_than_files_and_dicts_are_refused(source: Any) -> None:
     assert len(problems(source)) == 1
 
 
-@pytest.mark.parametrize("path", [path for path, entry in entries().items() if not entry.required])
+@pytest.mark.parametrize("path", [path for path, entry in entries(Settings).items() if not entry.required])
 def test_auto_means_unset_for_every_key(path: str) -> None:
     document = nested(path, "auto")
     if path.startswith(("optimizer.", "scheduler.")):
@@ -329,13 +334,13 @@ def test_sections_that_are_gone_are_refused_with_a_remedy(section: str) -> None:
 
 
 def test_every_row_of_the_tables_is_about_a_key() -> None:
-    assert {*WITHOUT_EFFECT, *NOT_YET, *OURS} <= set(entries())
-    assert not set(GONE) & set(entries())
+    assert {*WITHOUT_EFFECT, *NOT_YET, *OURS} <= set(entries(Settings))
+    assert not set(GONE) & set(entries(Settings))
 
 
 @pytest.mark.parametrize("path", NOT_YET)
 def test_unsupported_keys_are_refused_in_the_words_of_the_table_and_their_defaults_allowed(path: str) -> None:
-    entry = entries()[path]
+    entry = entries(Settings)[path]
     value: Any = {}
     if not entry.section:
         value = not entry.default if "true" in entry.rule else "nvme" if "nvme" in entry.rule else 2
@@ -391,9 +396,9 @@ def test_files_of_earlier_versions_are_read_without_the_keys_that_have_left(writ
     document["zero_optimization"] |= written
     if "no_such_key" in written:
         with pytest.raises(ValueError, match="no_such_key"):
-            Resolved.reread(document)
+            ResolvedTrainSettings.reread(document)
     else:
-        assert Resolved.reread(document).data is not None
+        assert ResolvedTrainSettings.reread(document).data is not None
 
 
 def test_an_override_changes_one_key_and_creates_its_section() -> None:
@@ -534,7 +539,7 @@ def test_predivide_factors_follow_from_both_of_their_keys(document, expected) ->
 
 def test_every_key_with_an_effect_is_printed_and_others_only_if_set() -> None:
     plain = json.loads(Settings.load({"zero_optimization": {"overlap_comm": True}}).resolve(1).to_json())
-    for path in entries():
+    for path in entries(Settings):
         above = path.rpartition(".")[0]
         if look_up(plain, above)[1] is None and above:
             continue

@@ -15,6 +15,7 @@ from commands import call
 from zeromesh import Settings
 from zeromesh.apps.cli.main import WRONG_INPUT
 from zeromesh.apps.train.check import check
+from zeromesh.apps.train.train_settings import TrainSettings
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import entries
 
@@ -113,7 +114,7 @@ def attempt(action: Any, *given: Any) -> str | None:
 
 
 def work_out(document: Any) -> None:
-    settings = Settings.load(document)
+    settings = TrainSettings.load(document)
     settings.to_json()
     for ranks in (1, 6):
         sizes = settings.resolve_mesh(ranks)
@@ -121,7 +122,7 @@ def work_out(document: Any) -> None:
             resolved = settings.resolve(sizes["replicate"] * sizes["data"], sizes, elastic)
             assert resolved.row is not None
             assert resolved.precision is not None
-            assert Settings.load(resolved.to_json() and json.loads(resolved.to_json())) is not None
+            assert TrainSettings.load(resolved.to_json() and json.loads(resolved.to_json())) is not None
 
 
 def document_for(path: str, value: Any) -> dict[str, Any]:
@@ -136,7 +137,7 @@ def document_for(path: str, value: Any) -> dict[str, Any]:
     return put(document, path, value)
 
 
-KEYS = [path for path, entry in entries().items() if not entry.section]
+KEYS = [path for path, entry in entries(TrainSettings).items() if not entry.section]
 
 
 @pytest.mark.parametrize("value", STRANGE, ids=lambda value: type(value).__name__)
@@ -175,7 +176,7 @@ SIZES: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize(("path", "value", "words"), SIZES)
 def test_sizes_beyond_all_machines_are_refused(path: str, value: Any, words: str, folder: Path) -> None:
     document = put(TRAINS, "model.vocab_size", 2**31 - 1)  # with which all memory is too little for a large hidden size
-    message = attempt(lambda: check(Settings.load(put(document, path, value))))
+    message = attempt(lambda: check(TrainSettings.load(put(document, path, value))))
     assert message is not None
     assert words in message
 
@@ -187,7 +188,7 @@ def test_hostile_values_in_the_keys_of_a_training_run_are_refused_before_it(fold
             for value in PLAIN:
                 if path.startswith(("model.", "data.")) and value in (2**31 - 1, 2**31, 2**40):
                     continue  # some of these sizes would fit into the memory of a large machine, and take it
-                attempt(lambda: check(Settings.load(put(TRAINS, path, value))))  # noqa: B023
+                attempt(lambda: check(TrainSettings.load(put(TRAINS, path, value))))  # noqa: B023
 
 
 def train_twice(document: dict[str, Any]) -> None:
@@ -251,11 +252,11 @@ def test_a_hostile_override_is_an_error_of_the_command(override: str, folder: Pa
 
 def test_a_device_is_not_read_as_a_configuration() -> None:
     with pytest.raises(ConfigError, match="is a device; give the path of a JSON file"):
-        Settings.load("/dev/zero")
+        TrainSettings.load("/dev/zero")
 
 
 def test_sizes_for_another_number_of_ranks_are_found_at_once() -> None:
-    sizes = Settings.load({"train_batch_size": 2**40, "train_micro_batch_size_per_gpu": 2**39 - 1})
+    sizes = TrainSettings.load({"train_batch_size": 2**40, "train_micro_batch_size_per_gpu": 2**39 - 1})
     resolved = sizes.resolve(2, elastic=True)
     assert (resolved.train_micro_batch_size_per_gpu, resolved.gradient_accumulation_steps) == (2**38, 2)
     with pytest.raises(ConfigError, match=r"numbers of them that work: 1, 2, 4, .*, \.\.\.; or set"):

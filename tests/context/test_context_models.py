@@ -20,6 +20,8 @@ from test_context import fake
 from zeromesh import Mesh
 from zeromesh.apps.train.architectures.decoder import Decoder
 from zeromesh.config.train import ModelShape
+from zeromesh.apps.train.train_settings import ModelShape
+from zeromesh.comm.mesh import Mesh
 from zeromesh.parallel.activation.checkpoint import checkpoint_modules
 from zeromesh.parallel.context.applied import SpreadSequences, Unsupported
 from zeromesh.parallel.context.sequence_order import keep

@@ -210,7 +210,7 @@ def test_compiled_blocks_compute_the_same(backend: str) -> None:
 
 def test_a_small_decoder_learns_nearly_as_in_bf16() -> None:
     from zeromesh.apps.train.architectures.decoder import Decoder
-    from zeromesh.config.train import ModelShape
+    from zeromesh.apps.train.train_settings import ModelShape
 
     shape = {"vocab_size": 64, "hidden_size": 64, "layers": 2, "heads": 4, "sequence_length": 16}
 

@@ -12,7 +12,7 @@ import zeromesh
 from harness import run_ranks
 from run import train_step
 from zeromesh.apps.train.architectures.decoder import Decoder
-from zeromesh.config.train import ModelShape
+from zeromesh.apps.train.train_settings import ModelShape
 from zeromesh.shard.sharded import ShardedModel
 
 

@@ -11,7 +11,7 @@ import zeromesh
 from harness import run_ranks
 from test_pipeline import ADAMW, CHUNKS, hugging_face
 from zeromesh.apps.train.architectures.decoder import Decoder
-from zeromesh.config.train import ModelShape
+from zeromesh.apps.train.train_settings import ModelShape
 
 LIMIT = 240
 SAMPLES, MICROBATCHES, VOCABULARY = 2, 4, 48

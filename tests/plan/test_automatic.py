@@ -16,10 +16,10 @@ from zeromesh.apps.plan.machine.cluster import Device, LinkSpeed, Machine, Node
 from zeromesh.apps.plan.machine.here import machine_here, with_host
 from zeromesh.apps.plan.machine.presets import cluster
 from zeromesh.apps.train.architectures.decoder import Decoder
+from zeromesh.apps.train.train_settings import ModelShape
 from zeromesh.base import machine as observed
 from zeromesh.base.machine import MACHINE
 from zeromesh.config.planned_keys import MESH, MICRO, OFFLOAD, STAGE, asked_of_planner
-from zeromesh.config.train import ModelShape
 
 BASE: dict[str, Any] = {
     "train_batch_size": 16, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},

@@ -16,8 +16,8 @@ from zeromesh.apps.plan.cost.estimate import estimate
 from zeromesh.apps.plan.cost.passes import TraceOptions
 from zeromesh.apps.plan.cost.source import hugging_face_cost, token_inputs
 from zeromesh.apps.train.architectures.decoder import Decoder
+from zeromesh.apps.train.train_settings import ModelShape
 from zeromesh.base.operation_counts import Operations
-from zeromesh.config.train import ModelShape
 from zeromesh.parallel.activation.checkpoint import checkpoint_modules
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 101}

@@ -14,7 +14,7 @@ import zeromesh
 from harness import RankFailure, run_ranks
 from zeromesh import zero
 from zeromesh.apps.train.architectures.decoder import Decoder
-from zeromesh.config.train import ModelShape
+from zeromesh.apps.train.train_settings import ModelShape
 
 STEPS, SAMPLES, PARTS = 5, 4, 4  # samples of a micro-batch, micro-batches of an update, on all ranks together
 WORDS, BAGS, WIDTH, LENGTH = 37, 23, 8, 8

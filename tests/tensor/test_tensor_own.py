@@ -87,7 +87,7 @@ def test_layers_of_unknown_modules_are_split_by_what_follows_them(tensor: int, r
 
 def built_in(tensor: int, architecture: str, sequence: bool) -> Any:
     from zeromesh.apps.train.architectures.decoder import Decoder
-    from zeromesh.config.train import ModelShape
+    from zeromesh.apps.train.train_settings import ModelShape
 
     torch.manual_seed(0)
     shape = ModelShape(

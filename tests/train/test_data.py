@@ -16,7 +16,7 @@ from zeromesh.apps.train.data.sources import find_documents, is_text, split_docu
 from zeromesh.apps.train.data.text_formats import Document, portions, read_portion
 from zeromesh.apps.train.data.token_store import TokenSet
 from zeromesh.apps.train.data.tokenizer import END_OF_TEXT, load_tokenizer, stream_text, train_tokenizer
-from zeromesh.config.train import TextData
+from zeromesh.apps.train.train_settings import TextData
 
 TEXTS = [f"def function_{n}(value):\n    return value + {n}  # naïve ✓ {END_OF_TEXT}\n" * 5 for n in range(12)]
 

@@ -12,6 +12,7 @@ from test_data_records import CHAT, MARKED, chat_tokenizer, lines
 from test_readme import ROOT, blocks_of
 from test_train_cli import call, config, numbers, refused
 from zeromesh import Settings
+from zeromesh.apps.train.train_settings import TrainSettings
 
 
 def change(source: Any, **more: Any) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def test_a_blend_of_all_kinds_is_trained_on_and_resumed(parts: dict[str, Path], 
     result = call("train", path)
     assert result.exit_code == 0, result.output
     assert "bits per byte" in result.output
-    settings = Settings.load(tmp_path / "run" / "config.json")
+    settings = TrainSettings.load(tmp_path / "run" / "config.json")
     assert [weight for _, weight in settings.data.blend] == [0.4, 0.3, 0.2, 0.1]
     whole = numbers(tmp_path / "run")
     checkpoints = tmp_path / "run" / "checkpoints"

@@ -22,8 +22,8 @@ from test_data_indexed import published
 from zeromesh.apps.train.data.indexed import IndexedWriter
 from zeromesh.apps.train.data.prepare_text import Changed, prepare
 from zeromesh.apps.train.data.tokenizer import train_tokenizer
+from zeromesh.apps.train.train_settings import TextData
 from zeromesh.base.progress import ReadingBar
-from zeromesh.config.train import TextData
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -110,7 +110,7 @@ import sys
 from pathlib import Path
 import zeromesh.apps.train.data.encode as encode
 import zeromesh.apps.train.data.text_formats as formats
-from zeromesh.config.train import TextData
+from zeromesh.apps.train.train_settings import TextData
 from zeromesh.apps.train.data.indexed import IndexedWriter
 from zeromesh.apps.train.data.prepare_text import prepare
 

@@ -14,7 +14,7 @@ from zeromesh.apps.train.data.ordered_loader import open_samples
 from zeromesh.apps.train.data.prepare_text import prepare
 from zeromesh.apps.train.data.token_store import PreparedData, TokenSet
 from zeromesh.apps.train.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
-from zeromesh.config.train import TextData
+from zeromesh.apps.train.train_settings import TextData
 
 PLAIN = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zeromesh.apps.train.architectures.decoder import VARIANTS, Decoder, rotary_table, rotate
 from zeromesh.apps.train.architectures.flops import multiplied_parameters, parameters, training_flops_per_token
-from zeromesh.config.train import ModelShape
+from zeromesh.apps.train.train_settings import ModelShape
 
 SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 48, "layers": 2, "heads": 4, "sequence_length": 24}
 

@@ -28,6 +28,7 @@ from zeromesh.apps.train.model import Transformer, language_model
 from zeromesh.apps.train.run_loss import require_causal, require_document_attention
 from zeromesh.apps.train.sample import TextWriter
 from zeromesh.config.train import HuggingFace, ModelShape
+from zeromesh.apps.train.train_settings import HuggingFace, ModelShape, TrainSettings
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT = 200
@@ -77,7 +78,7 @@ def test_the_model_learns_what_the_assistant_says(tiny: Path, tuned: Path) -> No
     from zeromesh.apps.train.data.ordered_loader import Share, training_batches
 
     values = settings(tiny, tuned.parent / "plain")
-    job = check.check(Settings.load(values))
+    job = check.check(TrainSettings.load(values))
     batches = training_batches(prepare_text(job, may_write=True), 192, Share(0, 1, 4, 1), job.settings.seed, 0)
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -244,7 +245,7 @@ def test_a_run_of_a_built_in_decoder_is_exported(tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.decode(tokenizer("def f(x):")["input_ids"]) == "def f(x):"
-    shape = Settings.load(json.loads((tmp_path / "run" / "config.json").read_text())).model
+    shape = TrainSettings.load(json.loads((tmp_path / "run" / "config.json").read_text())).model
     assert shape is not None
     decoder = Decoder(shape).eval()
     state = load_file(tmp_path / "run" / "model" / "model.safetensors")
@@ -413,7 +414,7 @@ def test_a_folder_without_runs_is_not_exported(tmp_path: Path) -> None:
 def build_where_one_rank_cannot(folder: Path) -> str:
     values = settings(folder / str(torch.distributed.get_rank()), folder / "run")
     try:
-        train.engine_of(check.Job.of(Settings.load(values)))
+        train.engine_of(check.Job.of(TrainSettings.load(values)))
     except (ValueError, RuntimeError) as error:
         return str(error)
     return "nothing was wrong"
@@ -430,7 +431,7 @@ def test_a_model_that_one_rank_cannot_build_is_told_to_all(tiny: Path, tmp_path:
 
 def test_the_settings_describe_one_model() -> None:
     with pytest.raises(ValueError, match="needs a section 'model'"):
-        language_model(Settings.load({}))
+        language_model(TrainSettings.load({}))
 
 
 def test_the_cost_of_a_model_of_transformers_is_counted(tiny: Path) -> None:

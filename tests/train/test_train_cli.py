@@ -25,6 +25,7 @@ from zeromesh.apps.train.metrics import read_metrics
 from zeromesh.apps.train.run_folder import RunFolder
 from zeromesh.apps.train.screen import shown_log
 from zeromesh.apps.train.train_run import train
+from zeromesh.apps.train.train_settings import TrainSettings
 
 STEPS = 6
 
@@ -93,7 +94,7 @@ def test_a_run_leaves_its_config_metrics_weights_picture_and_report(finished: Pa
     assert min(report["time"][kind] for kind in ("start", "checkpoints", "evaluation")) > 0
     assert report["time"]["redone"] == report["time"]["down"] == report["time"]["compilation"] == 0
     assert [text[:5] for text in report["samples"]] == ["def f", "class"]
-    settings = Settings.load(finished / "config.json")
+    settings = TrainSettings.load(finished / "config.json")
     assert (settings.model.vocab_size, settings.gradient_accumulation_steps) == (270, 4)
     pytest.importorskip("matplotlib")
     assert (finished / "report.png").is_file()
@@ -106,7 +107,7 @@ def test_the_learning_rate_in_the_log_is_that_of_the_step(finished: Path) -> Non
 
 
 def test_bits_per_byte_are_those_of_all_held_out_bytes(finished: Path) -> None:
-    settings = Settings.load(finished / "config.json")
+    settings = TrainSettings.load(finished / "config.json")
     assert settings.model is not None
     assert settings.data is not None
     model = Decoder(settings.model)
@@ -245,7 +246,7 @@ def test_bad_input_is_refused_before_training(corpus, tmp_path, changes, parts) 
 @pytest.mark.parametrize("name", ["AdamW", "lamb", "Muon", "adagrad", "SGD"])
 def test_the_trial_of_the_optimizer_takes_what_the_run_takes(corpus: Path, tmp_path: Path, name: str) -> None:
     optimizer = {"type": name, "params": {"lr": 1e-2} | ({"fused": True} if name == "AdamW" else {})}
-    check(Settings.load(config(corpus, tmp_path, optimizer=optimizer)))
+    check(TrainSettings.load(config(corpus, tmp_path, optimizer=optimizer)))
 
 
 def test_an_empty_data_folder_is_refused(tmp_path: Path) -> None:
@@ -315,10 +316,10 @@ def test_a_run_may_be_resumed_on_other_ranks_and_with_settings_that_change_nothi
     finished: Path, corpus: Path, tmp_path: Path
 ) -> None:
     free = ["run.steps=99", "run.log_every=5", "zero_optimization.stage=1", "steps_per_print=3", "tensorboard={}"]
-    settings = Settings.load(config(corpus, tmp_path), free)
+    settings = TrainSettings.load(config(corpus, tmp_path), free)
     require_unchanged(RunFolder(finished), settings.resolve(1, {"data": 1}))
     require_unchanged(RunFolder(finished), settings.resolve(2, {"data": 2}))
-    require_unchanged(RunFolder(finished), Settings.load(finished / "config.json").resolve(1, {"data": 1}))
+    require_unchanged(RunFolder(finished), TrainSettings.load(finished / "config.json").resolve(1, {"data": 1}))
     require_unchanged(RunFolder(tmp_path / "nothing"), settings.resolve(1))
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from huggingface_models import MODELS
-from zeromesh import Settings
 from zeromesh.apps.train.model import parameter_groups
+from zeromesh.apps.train.train_settings import TrainSettings
 
 MODEL = {"path": "models/tiny", "sequence_length": 8}
 NF4 = {"library": "bitsandbytes", "bits": 4, "type": "nf4", "double": True}
@@ -34,7 +34,7 @@ SGD = {"type": "SGD", "params": {"lr": 0.1}}
 )
 def test_contradictions_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Settings.load({"train_batch_size": 1, **config})
+        TrainSettings.load({"train_batch_size": 1, **config})
 
 
 @pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
@@ -45,7 +45,7 @@ def test_groups_of_lora_plus_are_pefts() -> None:
     options = peft.LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"])
     model = peft.get_peft_model(MODELS["llama"].build(), options)
     config = {"train_batch_size": 1, "huggingface": MODEL, "lora": {"plus_ratio": 16}, "optimizer": SGD}
-    found = parameter_groups(model, Settings.load(config))
+    found = parameter_groups(model, TrainSettings.load(config))
     wanted = create_loraplus_optimizer(model, torch.optim.SGD, lr=0.1, loraplus_lr_ratio=16).param_groups
     chosen = [group for group in wanted if group["params"]]
     assert len(found or []) == len(chosen) == 3
@@ -53,4 +53,4 @@ def test_groups_of_lora_plus_are_pefts() -> None:
         assert [*map(id, group["params"])] == [*map(id, expected["params"])]
         assert (group["lr"], group["weight_decay"]) == (expected["lr"], expected["weight_decay"])
     del config["lora"]
-    assert parameter_groups(model, Settings.load(config)) is None
+    assert parameter_groups(model, TrainSettings.load(config)) is None

@@ -11,7 +11,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -120,10 +120,17 @@ def memory_bandwidth(threads: int) -> float:
     """Return the bytes per second that all cores together read and write in copies of large memory."""
     available = memory()["available_bytes"] or 8 * MEMORY_BYTES
     count = max(1 << 20, min(MEMORY_BYTES, available // 8))
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with cpu_threads(threads):
         return copy_speed(torch.device("cpu"), count)
+
+
+@contextlib.contextmanager
+def cpu_threads(count: int) -> Iterator[None]:
+    """Let torch compute with so many threads in this context."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
     finally:
         torch.set_num_threads(before)
 

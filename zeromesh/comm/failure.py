@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 # Signals that end ranks because another one is gone: the first is the launcher's, the second that of nccl's watchdog.
 CONSEQUENCES = (signal.SIGTERM, signal.SIGABRT)
@@ -28,6 +31,20 @@ def grace(number: int) -> float:
         return max(HASTE, float(os.environ.get("ZEROMESH_GRACE", "30")))
     except ValueError:
         return 30.0
+
+
+@contextmanager
+def handled_signals(handler: Callable[[int, Any], object], numbers: Iterable[signal.Signals]) -> Iterator[None]:
+    """Handle signals in this context; only the main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old if old is not None else signal.SIG_DFL)  # None: one that is not Python's
 
 
 # By name, as Windows does not have all of them.

@@ -22,6 +22,7 @@ from zeromesh.config.document import SCHEMA, is_unset, read_object, whole_docume
 from zeromesh.config.optimizer_names import EXACT_OPTIMIZERS
 from zeromesh.config.settings import entries
 from zeromesh.config.special_keys import (
+    APPLICATIONS,
     EXACT,
     GONE,
     RENAMED,
@@ -55,7 +56,7 @@ def adopt(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], list[
     """Return a configuration without what only DeepSpeed takes, "auto" still in it, and the changes.
 
     What the result cannot express is left for the strict reader to refuse, so ``Settings.load`` may still raise. A
-    document that loads strictly is not changed.
+    document that loads strictly is not changed, nor are sections of ``zeromesh train``, which DeepSpeed does not read.
 
     Raises:
         ConfigError: as ``document.read_document``.
@@ -215,7 +216,8 @@ def _unknown(document: dict[str, Any]) -> Iterator[Change]:
     """Leave out unknown keys, outside of ``zero_optimization``: DeepSpeed refuses them in this section alone."""
     for path, value, _ in _keys(document):
         # A key that is refused is not unknown, and what is "auto" is read as if it were not there.
-        if path in entries() or path in GONE or path == SCHEMA or sections_of(path) & UNREAD or is_unset(value):
+        accepted = path in entries() or path in GONE or path in (SCHEMA, *APPLICATIONS)
+        if accepted or sections_of(path) & UNREAD or is_unset(value):
             continue
         near = suggest(entries(), path)
         if not path.startswith(f"{_ZERO}."):

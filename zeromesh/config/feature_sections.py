@@ -6,13 +6,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, field_validator, model_validator
 
-from zeromesh.base.words import HEADS
 from zeromesh.config.optimizer_names import check_optimizer, check_partition, check_scheduler
 from zeromesh.config.section import (
     BudgetInt,
-    CountFloat,
     CountInt,
-    Dtype,
     Int,
     Names,
     PositiveFloat,
@@ -25,48 +22,6 @@ from zeromesh.config.section import (
 
 # Names of rows of zeromesh.comm.message_formats.FORMATS, which is in a layer above.
 LinkFormat = Literal["16bit", "8bit"]
-
-
-class Fp16(Section):
-    """Train in fp16 with fp32 master weights and a loss scale."""
-
-    enabled: bool = key(False, "Train in fp16.")
-    # Unlike DeepSpeed: without it, inputs in another dtype are an error of the first layer.
-    auto_cast: bool = key(True, "Cast floating-point inputs of the model to fp16 (DeepSpeed's default: false).")
-    loss_scale: CountFloat = key(0.0, "Fixed loss scale. 0: dynamic.")
-    # 2**128 is more than fp32 holds.
-    initial_scale_power: CountInt = key(16, "The dynamic scale starts at 2 to the power of this number.", le=127)
-    loss_scale_window: PositiveInt = key(1000, "Steps without overflow after which the scale is doubled.")
-    hysteresis: PositiveInt = key(2, "Overflows after which the scale is halved.")
-    consecutive_hysteresis: bool = key(False, "Restart the count of overflows after a step without overflow.")
-    min_loss_scale: PositiveFloat = key(1.0, "Smallest value of the dynamic scale.")
-
-
-class TorchAutocast(Section):
-    """The forward under ``torch.autocast``; parameters keep their dtype."""
-
-    enabled: bool = key(False, "Run the forward under torch.autocast.")
-    dtype: Dtype = key("bf16", "Dtype of autocast. With fp16 the loss is scaled according to the section fp16.")
-
-
-class Float8(Section):
-    """Products of linear layers in float8 (e4m3 and e5m2), with scales from the numbers themselves."""
-
-    enabled: bool = key(False, "Compute the products of linear layers in float8.")
-    recipe: Literal["tensorwise", "rowwise"] = key(
-        "tensorwise",
-        "tensorwise: one scale per tensor, fastest. rowwise: one scale per row or column, so that an outlier costs the "
-        "precision of its row only.",
-    )
-    skip: Names = key(
-        HEADS,
-        "Name patterns of linear layers that keep their products. Layers whose sizes do not divide by 16 always do.",
-    )
-    gather: bool = key(
-        False,
-        "Send the weights of these layers in float8, half of the bytes of bf16; the layers compute the same. Needs "
-        "stage 3 without offload, recipe tensorwise and mesh.tensor = 1.",
-    )
 
 
 class Compile(Section):

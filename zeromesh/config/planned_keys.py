@@ -10,6 +10,7 @@ from typing import Any
 from zeromesh.config.batch_sizes import ACCUMULATION, MICRO, TRAIN
 from zeromesh.config.document import is_unset, whole_document
 from zeromesh.config.section import Section
+from zeromesh.config.special_keys import look_up
 
 MESH, STAGE, OFFLOAD = "mesh", "zero_optimization.stage", "offload"
 
@@ -35,7 +36,7 @@ def asked_of_planner(
     document = whole_document(source, overrides)
     asked = set()
     for path, asks in _ASKS.items():
-        if is_unset(_at(document, path)):
+        if is_unset(look_up(document, path)[1]):
             asked |= asks
     # A micro-batch can be chosen only for a batch that is given; without one, "auto" is what else follows.
     if is_unset(document.get(MICRO)) and isinstance(document.get(TRAIN), int):
@@ -47,12 +48,6 @@ def planned_keys(source: str | Path | Mapping[str, Any] | Section, overrides: Se
     """Return the paths of keys that the planner fills in."""
     asked = asked_of_planner(source, overrides)
     return frozenset(_ASKS) | ({MICRO, ACCUMULATION} if asked & {MESH, MICRO} else set())
-
-
-def _at(document: Any, path: str) -> Any:
-    for part in path.split("."):
-        document = document.get(part) if isinstance(document, Mapping) else None
-    return document
 
 
 def overrides_of(document: Mapping[str, Any], asked: frozenset[str]) -> list[str]:

@@ -14,16 +14,14 @@ from pydantic import ValidationError, model_validator
 
 from zeromesh.base.placement import ROWS, PlacementRow, Tier
 from zeromesh.config import feature_sections as parts
-from zeromesh.config import train
+from zeromesh.config import precision_sections as precisions
 from zeromesh.config.batch_sizes import solve_batch, solve_mesh
-from zeromesh.config.bf16 import Bf16
 from zeromesh.config.catalogue import Entry, catalogue, explain
 from zeromesh.config.curriculum_section import Curriculum
-from zeromesh.config.data_types import DataTypes
 from zeromesh.config.document import read_document
 from zeromesh.config.errors import ConfigError
-from zeromesh.config.key_rules import gather_problems, low_precision_problems, problems
 from zeromesh.config.printing import jsonable
+from zeromesh.config.refusals import REFUSALS, Refusal, problems
 from zeromesh.config.section import (
     BatchInt,
     CountFloat,
@@ -39,13 +37,15 @@ from zeromesh.config.section import (
     key,
 )
 from zeromesh.config.special_keys import (
+    APPLICATIONS,
     NOT_YET,
+    UNREAD,
     WITHOUT_EFFECT,
     efficiency_problems,
     gone_problems,
     not_yet_problems,
+    without,
     without_effect,
-    without_unread,
 )
 from zeromesh.config.zero_section import ZeroOptimization
 
@@ -105,13 +105,13 @@ class Settings(Section):
     communication_data_type: Dtype | None = key(
         None, "Dtype in which gradients are sent. Null: the dtype of the parameters."
     )
-    data_types: DataTypes = DataTypes()
-    fp16: parts.Fp16 = parts.Fp16()
-    bf16: Bf16 = key(Bf16(), "Train in bf16 with fp32 master weights.")
-    torch_autocast: parts.TorchAutocast = key(
-        parts.TorchAutocast(), "Run the forward under torch.autocast. Parameters keep their dtype."
+    data_types: precisions.DataTypes = precisions.DataTypes()
+    fp16: precisions.Fp16 = precisions.Fp16()
+    bf16: precisions.Bf16 = key(precisions.Bf16(), "Train in bf16 with fp32 master weights.")
+    torch_autocast: precisions.TorchAutocast = key(
+        precisions.TorchAutocast(), "Run the forward under torch.autocast. Parameters keep their dtype."
     )
-    float8: parts.Float8 = parts.Float8()
+    float8: precisions.Float8 = precisions.Float8()
     compile: parts.Compile = key(
         parts.Compile(),
         "Compile the forward of each unit (a block of the model) with torch.compile. true means enabled, false "
@@ -152,11 +152,6 @@ class Settings(Section):
         False, "Allow optimizers of other classes on shards of parameters; a trial refuses those that are wrong there."
     )
     checkpoint: parts.Checkpoint = parts.Checkpoint()
-    model: train.ModelShape | None = key(None, "The language model of zeromesh train.")
-    huggingface: train.HuggingFace | None = key(None, "A model of transformers, for zeromesh train.")
-    lora: train.Lora | None = key(None, "Adapters of PEFT that zeromesh train adds to a model of transformers.")
-    data: train.TextData | None = key(None, "The training data of zeromesh train.")
-    run: train.RunSettings | None = key(None, "Steps, ranks and output of zeromesh train.")
     pipeline: parts.Pipeline = parts.Pipeline()
     tensor_parallel: parts.TensorParallel = parts.TensorParallel()
     context_parallel: parts.ContextParallel = parts.ContextParallel()
@@ -166,8 +161,10 @@ class Settings(Section):
     @classmethod
     def load(
         cls, source: str | Path | Mapping[str, Any] | Settings, overrides: Sequence[str] = (), *, tells: bool = True
-    ) -> Settings:
+    ) -> Self:
         """Return the settings from a JSON file, a dict, or other settings; report keys without effect to the log.
+
+        Sections that only an application reads, such as ``run``, are left to it.
 
         Args:
             source: path of a JSON file in DeepSpeed's format, a dict of the same form, or settings.
@@ -178,7 +175,7 @@ class Settings(Section):
             ConfigError: everything that is wrong, in one error.
         """
         if isinstance(source, Settings):
-            if not overrides:
+            if not overrides and isinstance(source, cls):
                 return source
             # Only what was set, or defaults would count as given by the user.
             source = source.model_dump(exclude_unset=True)
@@ -186,7 +183,7 @@ class Settings(Section):
             raise ConfigError([f"must be the path of a JSON file, or a dict, not {type(source).__name__}"])
         document = read_document(source, overrides)
         name = str(source) if isinstance(source, str | Path) else "the configuration"
-        settings = _validate(document, name)
+        settings = cls._validated(document, name)
         idle = without_effect(document)
         if idle and tells:
             lines = "".join(f"\n  {path}: {reason}" for path, reason in idle.items())
@@ -200,7 +197,27 @@ class Settings(Section):
         Keys that have gone since are left out: they must not keep the run from going on. ``load`` would refuse them,
         and would report keys without effect once more.
         """
-        return cls.model_validate(without_unread(document))
+        return cls.model_validate(cls._without_unread(document))
+
+    @classmethod
+    def _without_unread(cls, document: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a document without the keys that are accepted and not in these settings."""
+        return without(document, UNREAD | ({*APPLICATIONS} - {*cls.model_fields}))
+
+    @classmethod
+    def _validated(cls, document: dict[str, Any], source: str) -> Self:
+        messages: list[str] = []
+        settings = None
+        try:
+            settings = cls.model_validate(cls._without_unread(document))
+        except ValidationError as error:
+            messages = explain(error, entries(cls))
+        # All problems come in one error, so that a file is mended once.
+        messages = [*messages, *gone_problems(document), *efficiency_problems(document)]
+        messages += not_yet_problems(document, messages)
+        if messages or settings is None:
+            raise ConfigError(messages, source)
+        return settings
 
     def resolve_mesh(self, world_size: int) -> dict[str, int]:
         """Return the size of every axis of the mesh: their product is ``world_size``, and -1 stands for what is left.
@@ -237,6 +254,12 @@ class Settings(Section):
         gather = "8bit" if zero.zero_quantized_weights else ours.across_nodes_gather
         return gather, "8bit" if zero.zero_quantized_gradients else ours.across_nodes_reduce
 
+    @property
+    def gathered_bits(self) -> str | None:
+        """Number of bits in which parameters are sent between nodes; None for those of their dtype."""
+        gather, _ = self.across_nodes
+        return gather and gather.removesuffix("bit")
+
     def resolve(self, data_size: int, sizes: Mapping[str, int] | None = None, elastic: bool = False) -> Resolved:
         """Return the settings with the batch sizes worked out for ``data_size`` data-parallel ranks.
 
@@ -248,6 +271,10 @@ class Settings(Section):
         Raises:
             ConfigError: ``train = micro x accumulation x data_size`` does not hold or has no whole solution.
         """
+        return Resolved.model_validate(self._resolved_values(data_size, sizes, elastic))
+
+    def _resolved_values(self, data_size: int, sizes: Mapping[str, int] | None, elastic: bool) -> dict[str, Any]:
+        """Return the values of the settings for ``resolve``."""
         batch_sizes = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
         batch = solve_batch(*batch_sizes, data_size, elastic)
         # Only what was set: a default that is passed on would count as written by the user, and would be printed.
@@ -258,7 +285,12 @@ class Settings(Section):
         }
         if sizes is not None:
             values["mesh"] = dict(sizes)  # so that a file of the run has the mesh as it was
-        return Resolved.model_validate(values)
+        return values
+
+    @property
+    def times_whole_run(self) -> bool:
+        """True if times by phase are kept from the first update to the last, whatever is logged."""
+        return False
 
     @property
     def row(self) -> PlacementRow:
@@ -273,6 +305,17 @@ class Settings(Section):
             pinned=zero.pins,
             split=zero.row_options.split_master,
         )
+
+    @property
+    def key_on_disk(self) -> str | None:
+        """The first key by which states rest in files; None if they do not."""
+        zero = self.zero_optimization
+        devices = {
+            "zero_optimization.offload_optimizer": zero.optimizer_device,
+            "zero_optimization.offload_param": zero.parameter_device,
+            "embedding_tables": self.embedding_tables.device,
+        }
+        return next((f"{name}.device" for name, device in devices.items() if device == "nvme"), None)
 
     @property
     def precision(self) -> Precision:
@@ -323,54 +366,14 @@ class Settings(Section):
         """Return every value in JSON, in a fixed order, as ``load`` reads it."""
         return json.dumps(jsonable(self.model_dump()), indent=2)
 
+    @classmethod
+    def refusals(cls) -> Sequence[Refusal[Self]]:
+        """Return the combinations of these settings that are refused."""
+        return REFUSALS
+
     @model_validator(mode="after")
-    def _parts_agree(self) -> Self:
-        switches = {name: getattr(self, name).enabled for name in ("fp16", "bf16", "torch_autocast")}
-        messages = problems(self.zero_optimization, self.communication, self.across_nodes, switches)
-        fp16 = switches["fp16"] or (switches["torch_autocast"] and self.torch_autocast.dtype == "fp16")
-        messages += low_precision_problems(self.bf16, self.zero_optimization)
-        if self.float8.enabled and fp16:
-            messages.append(
-                "float8.enabled is true, and products in float8 give bf16 or fp32, not fp16; set bf16.enabled"
-            )
-        if self.compile.mode is not None and self.compile.backend != "inductor":
-            messages.append(
-                f"compile.mode is {self.compile.mode!r}, which only inductor has, but compile.backend is "
-                f"{self.compile.backend!r}; leave one of them out"
-            )
-        if self.float8.gather:
-            tensor = self.model_sizes["tensor"]
-            messages += gather_problems(self.zero_optimization, self.float8, self.across_nodes[0], tensor)
-            if switches["torch_autocast"]:
-                messages.append(
-                    "float8.gather is true, but under autocast weights are rounded to another dtype first; leave it "
-                    "out, or set bf16.enabled in the place of torch_autocast"
-                )
-        if self.model is not None and self.huggingface is not None:
-            messages.append("model and huggingface both describe the model to train; keep one of them")
-        if self.embedding_tables.device == "nvme" and self.embedding_tables.nvme_path is None:
-            messages.append("embedding_tables.device is nvme; name a folder with embedding_tables.nvme_path")
-        devices = {
-            "zero_optimization.offload_optimizer": self.zero_optimization.optimizer_device,
-            "zero_optimization.offload_param": self.zero_optimization.parameter_device,
-            "embedding_tables": self.embedding_tables.device,
-        }
-        on_disk = next((f"{name}.device" for name, device in devices.items() if device == "nvme"), None)
-        if self.checkpoint.peer_copies and on_disk:
-            messages.append(
-                f"checkpoint.peer_copies copies the state to memory, but {on_disk} is nvme, for states that do not fit "
-                "there; set checkpoint.peer_copies to 0, or the device to cpu"
-            )
-        if self.lora is not None and self.huggingface is None:
-            messages.append("lora needs a model of transformers; name its folder with huggingface.path")
-        if self.curriculum_learning.enabled and self.model_sizes["pipeline"] > 1:
-            messages.append(
-                "curriculum_learning cuts samples, and stages exchange activations of one size; set mesh.pipeline to 1"
-            )
-        if self.huggingface is not None and self.huggingface.quantization is not None:
-            messages += train.problems_of_quantization(self.lora, max(self.mesh.tensor, 1))
-        if self.lora is not None and self.lora.plus_ratio is not None:
-            messages += train.problems_of_rates(self.optimizer, self.scheduler)
+    def _combinations_are_accepted(self) -> Self:
+        messages = problems(self, self.refusals())
         if messages:
             raise ConfigError(messages)
         return self
@@ -396,28 +399,13 @@ class Resolved(Settings):
 
 
 @cache
-def entries() -> dict[str, Entry]:
+def entries(model: type[Settings] = Settings) -> dict[str, Entry]:
     """Return every key by its dotted path, with those that are not in the settings at the end."""
-    keys_by_path = catalogue(Settings)
+    keys_by_path = catalogue(model)
     for path in [*WITHOUT_EFFECT, *NOT_YET]:
         inside = any(other.startswith(f"{path}.") for other in NOT_YET)
         keys_by_path.setdefault(path, Entry(path, "anything", None, False, "", inside))
     return keys_by_path
-
-
-def _validate(document: dict[str, Any], source: str) -> Settings:
-    messages: list[str] = []
-    settings = None
-    try:
-        settings = Settings.model_validate(without_unread(document))
-    except ValidationError as error:
-        messages = explain(error, entries())
-    # All problems come in one error, so that a file is mended once.
-    messages = [*messages, *gone_problems(document), *efficiency_problems(document)]
-    messages += not_yet_problems(document, messages)
-    if messages or settings is None:
-        raise ConfigError(messages, source)
-    return settings
 
 
 def _only(written_sizes: Mapping[str, int]) -> int:

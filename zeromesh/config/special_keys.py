@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,47 +12,13 @@ from zeromesh.base.words import show
 UNSET = "auto"
 """The value that means: as if the key were not there."""
 
+APPLICATIONS = ("model", "huggingface", "lora", "data", "run")
+"""Sections that only an application over the engine reads, here ``zeromesh train``."""
+
+_TABLES = json.loads(Path(__file__).with_name("special_keys.json").read_text(encoding="utf-8"))
+
 # The reference marks them, so that a file for both programs can be written.
-OURS: tuple[str, ...] = (
-    "mesh",
-    "communication",
-    "slots",
-    "host_memory_limit",
-    "embedding_tables",
-    "zero_optimization.offload_optimizer.update_during_backward",
-    "zero_optimization.offload_optimizer.split_master",
-    "units",
-    "seed",
-    "activation_checkpointing.enabled",
-    "activation_checkpointing.targets",
-    "activation_checkpointing.granularity",
-    "bf16.auto_cast",
-    "float8",
-    "compile.enabled",
-    "compile.backend",
-    "compile.mode",
-    "context_parallel",
-    "pipeline.schedule",
-    "pipeline.costs",
-    "pipeline.chunks",
-    "pipeline.blocks",
-    "pipeline.recompute",
-    "pipeline.record",
-    "tensor_parallel.plan",
-    "tensor_parallel.sequence",
-    "profile",
-    "replica_check",
-    "spikes",
-    "debug",
-    "checkpoint.asynchronous",
-    "checkpoint.keep_last",
-    "checkpoint.on_failure",
-    "model",
-    "huggingface",
-    "lora",
-    "data",
-    "run",
-)
+OURS: tuple[str, ...] = (*" ".join(_TABLES["ours"]).split(), *APPLICATIONS)
 """Keys that DeepSpeed does not have."""
 
 RENAMED: dict[str, str] = {
@@ -81,9 +47,7 @@ RENAMED: dict[str, str] = {
 """Other names of a key, to the one that is used here."""
 
 WITHOUT_EFFECT: dict[str, str] = {
-    key: reason
-    for reason, keys in json.loads(Path(__file__).with_name("without_effect.json").read_text()).items()
-    for key in keys.split()
+    key: reason for reason, keys in _TABLES["without_effect"].items() for key in keys.split()
 }
 """Keys that are accepted and change nothing, and why. Nothing reads their values, so these are not checked."""
 
@@ -95,61 +59,13 @@ class NotYet(NamedTuple):
     what: str
 
 
-_OFF = (False,)
-
-NOT_YET: dict[str, NotYet] = {
-    "mesh.expert": NotYet((1,), "expert parallelism"),
-    "expert_parallel.enabled": NotYet(_OFF, "expert parallelism"),
-    "zero_optimization.zenflow": NotYet((None,), "ZenFlow, which updates important gradients first"),
-    "zero_optimization.zero_quantized_nontrainable_weights": NotYet(_OFF, "quantized frozen weights"),
-    "aio.use_gds": NotYet(_OFF, "GPUDirect Storage"),
-    "weight_quantization": NotYet(({"enabled": False}, None), "weight quantization"),
-    "fp16.fp16_master_weights_and_grads": NotYet(_OFF, "16-bit master weights"),
-    "data_types.param_dtype": NotYet((None,), "a separate dtype for parameters"),
-    "checkpoint.load_universal": NotYet(
-        _OFF, "loading of DeepSpeed's universal checkpoints (ZeroMesh's own load in any layout)"
-    ),
-    "compile.deepcompile": NotYet(_OFF, "DeepCompile"),
-    "compile.kwargs": NotYet(({}, None), "a table of torch.compile's arguments (engine.compile takes them)"),
-    "hybrid_engine.enabled": NotYet(_OFF, "the hybrid engine"),
-    "autotuning.enabled": NotYet(_OFF, "autotuning"),
-    "datastates_ckpt": NotYet((False, None), "a DataStates writer of checkpoints"),
-}
+NOT_YET = {path: NotYet(tuple(row["only"]), row["what"]) for path, row in _TABLES["not_yet"].items()}
 """Keys that need something this version does not have; a row goes when it comes."""
 
-_MASTER = "master weights and states are kept in fp32: exact, with 4 to 8 bytes more per parameter"
-
-EXACT: dict[str, str] = {
-    "autotuning.enabled": "the values in the file are used; zeromesh plan chooses a layout",
-    "compile.deepcompile": "it only affects speed; compile.enabled compiles the model's blocks",
-    "compile.kwargs": "they only affect speed; engine.compile takes them",
-    "hybrid_engine.enabled": "the model generates between training steps without a separate engine",
-    "aio.use_gds": "files are copied to a GPU through host memory",
-    "zero_optimization.zenflow": "every update is exact; update_during_backward overlaps it with the backward",
-    "zero_optimization.zeropp_loco_param": "it corrects the rounding of 4-bit gradients, which do not exist here",
-    "zero_optimization.zero_quantized_nontrainable_weights": "frozen weights keep their dtype",
-    "fp16.fp16_master_weights_and_grads": _MASTER,
-}
+EXACT: dict[str, str] = _TABLES["exact"]
 """Keys that ``adopt`` leaves out, and why a run without them computes the same, or more exactly."""
 
-GONE: dict[str, str] = {
-    "fp32_allreduce": "use communication_data_type",
-    "amp": "use fp16, bf16 or torch_autocast",
-    "nebula": "pass a folder to save_checkpoint",
-    "compression_training": "compress the model before or after training",
-    "quantize_training": "compress the model before or after training",
-    "eigenvalue": "remove it: it is only used by quantize_training",
-    "sparse_attention": "use a model that has sparse attention itself",
-    "elasticity": "set the batch sizes directly",
-    "graph_harvesting": "compile the model's blocks with compile.enabled",
-    "progressive_layer_drop": "drop layers in the model",
-    "zero_optimization.zeropp_loco_param": "use communication_data_type to send fewer bits",
-    "zero_optimization.offload_optimizer.inexact_delay_after": "use update_during_backward",
-    "zero_optimization.offload_optimizer.states_in_8_bits": "use split_master, or device = nvme, for less host memory",
-    "data.workers": "set RAYON_NUM_THREADS, the number of threads of the tokenizers library",
-    "run.roll_back": 'set spikes.action to "skip", or resume a copy of the run from an earlier checkpoint',
-    "vocabulary_size": "set data.vocabulary_size or model.vocab_size for zeromesh train; remove it for initialize",
-}
+GONE: dict[str, str] = _TABLES["gone"]
 """Keys of DeepSpeed, or of earlier versions, that are refused unless they are switched off, and what to do instead."""
 
 ON_IF_THERE = ("sparse_attention", "zero_optimization.zeropp_loco_param", "run.roll_back")
@@ -212,13 +128,13 @@ def gone_problems(document: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def without_unread(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a copy of a document without the keys that are not in the settings."""
+def without(section: Mapping[str, Any], paths: Set[str], prefix: str = "") -> dict[str, Any]:
+    """Return a copy of a document without the keys of some paths."""
     return {
-        key: without_unread(value, f"{prefix}{key}.") if isinstance(value, Mapping) else value
+        key: without(value, paths, f"{prefix}{key}.") if isinstance(value, Mapping) else value
         for key, value in section.items()
         # A key with dots is none of them, though its name is the path of one.
-        if f"{prefix}{key}" not in UNREAD or "." in key
+        if f"{prefix}{key}" not in paths or "." in key
     }
 
 

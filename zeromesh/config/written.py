@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from zeromesh.base.placement import ROWS, PlacementRow, Tier
-from zeromesh.config.settings import TIERS
+from zeromesh.config.errors import ConfigError
+from zeromesh.config.settings import TIERS, Settings
 
 NVME_FOLDER = "/local_nvme"
 LEARNING_RATE = 3e-4  # of a written configuration; usual for AdamW, and the user's to change
@@ -99,6 +100,15 @@ def document_of(run: WrittenRun) -> dict[str, Any]:
     return {key: value for key, value in document.items() if value != {}}
 
 
+def is_refused(run: WrittenRun) -> bool:
+    """Return whether ``REFUSALS`` has a row against the configuration of a run."""
+    try:
+        Settings.load(document_of(run), tells=False)
+    except ConfigError:
+        return True
+    return False
+
+
 def completed_document(document: Mapping[str, Any], planned: Mapping[str, Any]) -> dict[str, Any]:
     """Return a user's document with a plan's layout in it; the user's optimizer and clipping stay."""
     users_keys = ("optimizer", "gradient_clipping")
@@ -106,13 +116,3 @@ def completed_document(document: Mapping[str, Any], planned: Mapping[str, Any]) 
     layout = ("mesh", "slots", "pipeline", "tensor_parallel", "activation_checkpointing", "bf16", "fp16", "bfloat16")
     rest = {key: value for key, value in document.items() if key not in layout}
     return rest | {key: value for key, value in planned.items() if key not in users_keys or key not in document}
-
-
-def trains_itself(document: Mapping[str, Any]) -> bool:
-    """Return whether ``zeromesh train`` can run a document: it has a model, text and a length."""
-    return ("model" in document or "huggingface" in document) and "data" in document and "run" in document
-
-
-def with_folder(planned: Mapping[str, Any], path: str, sequence: int) -> dict[str, Any]:
-    """Return a plan's document with the folder of its model."""
-    return {**planned, "huggingface": {"path": path, "sequence_length": sequence}}

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from zeromesh import build
+from zeromesh.apps.train.train_settings import TrainSettings
 from zeromesh.base.signatures import refuse
 from zeromesh.checkpoint.whole import parameter_copies
 from zeromesh.comm.environment import Environment
@@ -71,7 +72,7 @@ def initialize(
     updates = model_parameters != [] and any(parameter.requires_grad for parameter in model.parameters())
     make = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
     try:
-        asked = Asked(written, Settings.load(document, tells=False))
+        asked = Asked(written, TrainSettings.load(document, tells=False))
         require_supported(optimizer, asked, updates)
         answer("checkpoint_tag_validation_fail", asked)  # an unknown value is refused now, not at the first save
     except ConfigError as error:

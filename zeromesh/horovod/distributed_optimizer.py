@@ -174,7 +174,10 @@ def _reduce(
     pairs = [options.compression.compress(tensor) for tensor in tensors]
     split = options.predivide if options.op is Average else 1.0
     sent = [tensor for tensor, _ in pairs]
-    handle = grouped_allreduce_async_(sent, None, name, options.op, 1.0 / split, split, options.process_set)
+    handle = grouped_allreduce_async_(
+        sent, name=name, op=options.op, prescale_factor=1.0 / split, postscale_factor=split,
+        process_set=options.process_set,
+    )  # fmt: skip
 
     def finish() -> None:
         for place, (result, (_, ctx)) in enumerate(zip(handle(), pairs, strict=True)):

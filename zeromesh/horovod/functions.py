@@ -72,15 +72,6 @@ def broadcast_value(value: Any, root_rank: int, name: str, process_set: ProcessS
     )  # fmt: skip
 
 
-def _broadcast_bytes(data: bytes, root_rank: int, name: str, process_set: ProcessSet) -> bytes:
-    is_root = world_for(name).environment.rank == root_rank
-    size = broadcast_(torch.tensor([len(data)]), root_rank, f"{name}.size", process_set)
-    tensor = (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8) if is_root else torch.empty(int(size), dtype=torch.uint8)
-    )
-    return bytes(broadcast_(tensor, root_rank, f"{name}.data", process_set).numpy().tobytes())
-
-
 def _pickled(call: str, obj: Any) -> bytes:
     """Return an object with its signature; raise ValueError where the ranks have no secret to sign it with."""
     key = world_for(call).key
@@ -107,9 +98,9 @@ def broadcast_object(
 ) -> Any:
     """Return the object of ``root_rank``, which is pickled and signed; other ranks' objects are not used."""
     is_root = world_for("broadcast_object").environment.rank == root_rank
-    signed = _pickled("broadcast_object", obj if is_root else None)
-    signed = _broadcast_bytes(signed, root_rank, name or "object", process_set)
-    return obj if is_root else _unpickled("broadcast_object", signed)
+    data = torch.frombuffer(bytearray(_pickled("broadcast_object", obj if is_root else None)), dtype=torch.uint8)
+    signed = broadcast_value(data, root_rank, name or "object", process_set)
+    return obj if is_root else _unpickled("broadcast_object", signed.numpy().tobytes())
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:

@@ -135,93 +135,34 @@ def _start(
 
 def _variant(call: str, base: Callable[Concatenate[str, P], Any]) -> Callable[P, Any]:
     """Return the public function of the name ``call``; it waits for handles unless its name says ``async``."""
-
-    def function(*args: P.args, **kwargs: P.kwargs) -> Any:
-        if "tensors" in kwargs:
-            kwargs["tensor"] = kwargs.pop("tensors")
-        result = base(call, *args, **kwargs)
-        return synchronize(result) if isinstance(result, Handle) and "async" not in call else result
-
     _, *parameters = inspect.signature(base).parameters.values()
+    if not _has_gradient(call):
+        parameters = [parameter for parameter in parameters if parameter.name != "compression"]
     if call.startswith("grouped_"):
         parameters[0] = parameters[0].replace(name="tensors", annotation="Sequence[torch.Tensor]")
-    return named(function, call, base.__doc__, signature=inspect.Signature(parameters))
+    run: Any = base
+    signature = inspect.Signature(parameters)
+
+    def function(*args: P.args, **kwargs: P.kwargs) -> Any:
+        arguments: Any = signature.bind(*args, **kwargs).arguments
+        arguments["tensor"] = arguments.pop(parameters[0].name)
+        result = run(call, **arguments)
+        return synchronize(result) if isinstance(result, Handle) and "async" not in call else result
+
+    return named(function, call, base.__doc__, signature=signature)
+
+
+def _has_gradient(call: str) -> bool:
+    """Return whether a public function is differentiable: one that returns new tensors, and no handle."""
+    return "async" not in call and not call.endswith("_")
 
 
 def _scaled(average: bool | None, op: int | None, pre: float, post: float) -> dict[str, Any]:
     return {"op": int(operation(average, op)), "prescale_factor": float(pre), "postscale_factor": float(post)}
 
 
-def _start_allreduce(
-    call: str, tensor: Any, average: bool | None = None, name: str | None = None, op: int | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
-) -> Handle:  # fmt: skip
-    """Reduce a tensor, or several together, over the ranks, without gradients; see ``allreduce``.
-
-    ``_async`` returns a handle for ``synchronize`` and ``poll``. A name that ends with ``_`` writes the results into
-    the given tensors, which must not be used before the operation is done.
-    """
-    fields = _scaled(average, op, prescale_factor, postscale_factor)
-    return _start(call, tensor, name, process_set, **fields)
-
-
-allreduce_ = _variant("allreduce_", _start_allreduce)
-allreduce_async = _variant("allreduce_async", _start_allreduce)
-allreduce_async_ = _variant("allreduce_async_", _start_allreduce)
-grouped_allreduce_ = _variant("grouped_allreduce_", _start_allreduce)
-grouped_allreduce_async = _variant("grouped_allreduce_async", _start_allreduce)
-grouped_allreduce_async_ = _variant("grouped_allreduce_async_", _start_allreduce)
-
-
-def _start_allgather(
-    call: str, tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """Start ``allgather``, or ``grouped_allgather``; return the handle."""
-    return _start(call, tensor, name, process_set)
-
-
-allgather_async = _variant("allgather_async", _start_allgather)
-grouped_allgather_async = _variant("grouped_allgather_async", _start_allgather)
-
-
-def _start_broadcast(
-    call: str, tensor: torch.Tensor, root_rank: int, name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:  # fmt: skip
-    """Give every rank the tensor of rank ``root_rank``, without gradients; see ``broadcast``.
-
-    ``_async`` returns a handle for ``synchronize`` and ``poll``. A name that ends with ``_`` writes the result into the
-    given tensor, which must not be used before the operation is done.
-    """
-    return _start(call, tensor, name, process_set, root_rank=root_rank)
-
-
-broadcast_ = _variant("broadcast_", _start_broadcast)
-broadcast_async = _variant("broadcast_async", _start_broadcast)
-broadcast_async_ = _variant("broadcast_async_", _start_broadcast)
-
-
-def alltoall_async(
-    tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """Start ``alltoall``; return its handle, whose result is the tensor and the received splits."""
-    return _start("alltoall_async", tensor, name, process_set, tuple, splits=_rows(splits))
-
-
 def _rows(splits: Any) -> list[int] | None:
     return None if splits is None else torch.as_tensor(splits).reshape(-1).tolist()
-
-
-def _start_reducescatter(
-    call: str, tensor: Any, name: str | None = None, op: int = Average, process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> Handle:  # fmt: skip
-    """Start ``reducescatter``, or ``grouped_reducescatter``; return the handle."""
-    return _start(call, tensor, name, process_set, **_scaled(None, op, prescale_factor, postscale_factor))
-
-
-reducescatter_async = _variant("reducescatter_async", _start_reducescatter)
-grouped_reducescatter_async = _variant("grouped_reducescatter_async", _start_reducescatter)
 
 
 def sparse_allreduce_async(
@@ -299,6 +240,8 @@ def _allreduce(
     """Reduce a tensor over the ranks; return a new one.
 
     ``grouped_allreduce`` takes and returns a list; none of its tensors is reduced before all ranks have given all.
+    ``_async`` returns a handle for ``synchronize`` and ``poll``. A name that ends with ``_`` writes the results into
+    the given tensors, which must not be used before the operation is done. Neither has a gradient.
 
     Args:
         tensor: of one shape and dtype on all ranks.
@@ -322,19 +265,29 @@ def _allreduce(
         return grouped_allreduce(gradients, None, None, Compression.none, reduction, *scales, process_set)
 
     fields = _scaled(None, reduction, *scales)
+    if not _has_gradient(_call):
+        return _start(_call, tensor, name, process_set, **fields)
     return _apply(_call, tensor, name, process_set, back, compression, **fields)
 
 
 allreduce = _variant("allreduce", _allreduce)
+allreduce_ = _variant("allreduce_", _allreduce)
+allreduce_async = _variant("allreduce_async", _allreduce)
+allreduce_async_ = _variant("allreduce_async_", _allreduce)
 grouped_allreduce = _variant("grouped_allreduce", _allreduce)
+grouped_allreduce_ = _variant("grouped_allreduce_", _allreduce)
+grouped_allreduce_async = _variant("grouped_allreduce_async", _allreduce)
+grouped_allreduce_async_ = _variant("grouped_allreduce_async_", _allreduce)
 
 
 def _allgather(call: str, tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
     """Concatenate the ranks' tensors along the first dimension, in the order of ranks.
 
     The first dimension may differ between ranks, and be 0. The gradient is this rank's part of the mean of all ranks'.
-    ``grouped_allgather`` takes and returns a list.
+    ``grouped_allgather`` takes and returns a list. ``_async`` returns a handle, and has no gradient.
     """
+    if not _has_gradient(call):
+        return _start(call, tensor, name, process_set)
     rows = [part.shape[0] if part.dim() else 1 for part in _listed(call, tensor)]
 
     def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -348,26 +301,40 @@ def _allgather(call: str, tensor: Any, name: str | None = None, process_set: Pro
 
 allgather = _variant("allgather", _allgather)
 grouped_allgather = _variant("grouped_allgather", _allgather)
+allgather_async = _variant("allgather_async", _allgather)
+grouped_allgather_async = _variant("grouped_allgather_async", _allgather)
 
 
-def broadcast(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
+def _broadcast(
+    call: str, tensor: torch.Tensor, root_rank: int, name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:  # fmt: skip
     """Return the tensor of rank ``root_rank``, a global rank also in a process set.
 
-    The gradient is the mean of all ranks' on ``root_rank``, and zeros on the others.
+    The gradient is the mean of all ranks' on ``root_rank``, and zeros on the others. ``_async`` returns a handle for
+    ``synchronize`` and ``poll``. A name that ends with ``_`` writes the result into the given tensor, which must not be
+    used before the operation is done. Neither has a gradient.
     """
+    if not _has_gradient(call):
+        return _start(call, tensor, name, process_set, root_rank=root_rank)
 
     def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         mean = allreduce(gradients[0], op=Average, process_set=process_set)
         return [mean if world_for("broadcast").environment.rank == root_rank else torch.zeros_like(mean)]
 
-    return _apply("broadcast", tensor, name, process_set, back, root_rank=root_rank)
+    return _apply(call, tensor, name, process_set, back, root_rank=root_rank)
 
 
-def alltoall(
-    tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
+broadcast = _variant("broadcast", _broadcast)
+broadcast_ = _variant("broadcast_", _broadcast)
+broadcast_async = _variant("broadcast_async", _broadcast)
+broadcast_async_ = _variant("broadcast_async_", _broadcast)
+
+
+def _alltoall(
+    _call: str, tensor: torch.Tensor, splits: Any = None, name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:  # fmt: skip
     """Send consecutive rows to each rank, and return those received, in the order of ranks.
 
     Args:
@@ -378,7 +345,10 @@ def alltoall(
 
     Returns:
         The received rows; with ``splits`` also the number received from each rank, int32, or of the dtype of splits.
+        Of ``alltoall_async`` a handle, whose result has both, without gradients.
     """
+    if not _has_gradient(_call):
+        return _start(_call, tensor, name, process_set, tuple, splits=_rows(splits))
     received: list[torch.Tensor] = []
 
     def finish(results: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
@@ -388,10 +358,14 @@ def alltoall(
     def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         return [alltoall(gradients[0], received[0], None, process_set)[0]]
 
-    out = _apply("alltoall", tensor, name, process_set, back, finish=finish, splits=_rows(splits))
+    out = _apply(_call, tensor, name, process_set, back, finish=finish, splits=_rows(splits))
     if splits is None:
         return out
     return out, received[0].to(splits) if isinstance(splits, torch.Tensor) else received[0]
+
+
+alltoall = _variant("alltoall", _alltoall)
+alltoall_async = _variant("alltoall_async", _alltoall)
 
 
 def _reducescatter(
@@ -401,7 +375,7 @@ def _reducescatter(
     """Reduce a tensor over the ranks and return this rank's rows; the first ranks get one more if they do not divide.
 
     The gradient is an allgather; with ``Sum``, times the number of ranks. ``grouped_reducescatter`` takes and returns a
-    list. See ``allreduce`` for the arguments.
+    list. ``_async`` returns a handle, and has no gradient. See ``allreduce`` for the arguments.
     """
     reduction = operation(None, op)
 
@@ -412,11 +386,15 @@ def _reducescatter(
         return grouped_allgather([gradient * factor for gradient in gradients], process_set=process_set)
 
     fields = _scaled(None, reduction, prescale_factor, postscale_factor)
+    if not _has_gradient(call):
+        return _start(call, tensor, name, process_set, **fields)
     return _apply(call, tensor, name, process_set, back, compression, **fields)
 
 
 reducescatter = _variant("reducescatter", _reducescatter)
+reducescatter_async = _variant("reducescatter_async", _reducescatter)
 grouped_reducescatter = _variant("grouped_reducescatter", _reducescatter)
+grouped_reducescatter_async = _variant("grouped_reducescatter_async", _reducescatter)
 
 __all__ = [
     "Adasum", "Average", "Compression", "Max", "Min", "Product", "Sum", "allgather", "allgather_async", "allreduce",

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import torch
 
+from zeromesh.apps.train.train_settings import TrainSettings
 from zeromesh.base.keras_layers import expose_layers, layers_of
 from zeromesh.base.placement import Placement
 from zeromesh.build import initialize
@@ -259,7 +260,7 @@ def distribute(
     Raises:
         ValueError: the model, its optimizer, its losses or the configuration cannot be honoured.
     """
-    settings = Settings.load(config)
+    settings = TrainSettings.load(config)
     check_model(model, settings)
     norms = [layer for layer in layers_of(model) if isinstance(layer, keras.layers.BatchNormalization)]
     custom_norm = next(

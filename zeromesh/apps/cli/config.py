@@ -7,17 +7,17 @@ import sys
 from pathlib import Path
 
 from zeromesh.apps.train.screen import write
+from zeromesh.apps.train.train_settings import TrainSettings
 from zeromesh.base.files import read_text
 from zeromesh.config.adopt import fixed
 from zeromesh.config.document import plain_json
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.printing import autos
-from zeromesh.config.settings import Settings
 
 
 def show(path: Path) -> None:
     """Write every key of a file's settings with its value, as JSON."""
-    write(Settings.load(path).to_json() + "\n")
+    write(TrainSettings.load(path).to_json() + "\n")
 
 
 def fix(path: Path) -> None:
@@ -25,7 +25,7 @@ def fix(path: Path) -> None:
     document, changes = fixed(path)
     # Before anything is written: what cannot be expressed here must not become a file.
     try:
-        Settings.load(document)
+        TrainSettings.load(document)
     except ConfigError as error:
         raise ConfigError(error.problems, str(path)) from None
     text = read_text(path, "utf-8-sig")

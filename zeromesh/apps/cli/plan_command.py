@@ -24,9 +24,9 @@ from zeromesh.apps.plan.machine.cluster import Machine
 from zeromesh.apps.plan.machine.presets import cluster
 from zeromesh.apps.plan.predict.lower_bounds import least_memory, slowest
 from zeromesh.apps.train.screen import write
+from zeromesh.apps.train.train_settings import TrainSettings
 from zeromesh.base.drawing import require_matplotlib
 from zeromesh.base.words import bytes_text, counted, scaled_text
-from zeromesh.config.settings import Settings
 from zeromesh.engine.initialize.widths import PRECISIONS
 
 WIDEST = 120  # characters of a line
@@ -225,7 +225,7 @@ def _candidate_json(candidate: PlanCandidate) -> dict[str, Any]:
 
 def _explain(question: PlanQuestion, asked: AskedModel, machine: Machine) -> bool:
     assert question.explain is not None
-    settings = Settings.load(question.explain)
+    settings = TrainSettings.load(question.explain)
     layout, precision = layout_from(settings, machine.devices)
     batch, sequence = layout.samples, question.sequence or asked.sequence
     if question.batch is not None and question.batch != batch:

@@ -18,13 +18,12 @@ from zeromesh.apps.plan.cost.packed import packing_of
 from zeromesh.apps.plan.cost.passes import TraceOptions
 from zeromesh.apps.plan.cost.shape import TransformerCost
 from zeromesh.apps.plan.cost.source import configuration_of, hugging_face_cost, limits_of_configuration, token_inputs
+from zeromesh.apps.train.train_settings import Quantization, TrainSettings
 from zeromesh.base.files import read_text
 from zeromesh.base.words import nearest
 from zeromesh.checkpoint.weights.hub_models import is_model_id, model_folder
 from zeromesh.checkpoint.weights.pretrained import saved_quantization
-from zeromesh.config.settings import Settings
-from zeromesh.config.train import Quantization
-from zeromesh.config.written import completed_document, trains_itself, with_folder
+from zeromesh.config.written import completed_document
 from zeromesh.engine.initialize.widths import tables_of
 from zeromesh.shard.sizes import TableLayout
 
@@ -47,13 +46,15 @@ class AskedModel:
     @property
     def program(self) -> str:
         """The program that trains it, for ``zeromesh launch``."""
-        return TRAIN if trains_itself(self.configuration) else SCRIPT
+        keys = {*self.configuration}
+        return TRAIN if keys & {"model", "huggingface"} and keys >= {"data", "run"} else SCRIPT
 
     def document(self, planned: Mapping[str, Any], sequence: int) -> dict[str, Any]:
         """Return a plan's document with all that the model's own says."""
         if self.configuration:
             return completed_document(self.configuration, planned)
-        return with_folder(planned, self.folder, sequence) if self.folder else dict(planned)
+        model = {"huggingface": {"path": self.folder, "sequence_length": sequence}} if self.folder else {}
+        return {**planned, **model}
 
 
 def asked_model(text: str, precision: str) -> AskedModel:
@@ -107,7 +108,7 @@ def _configured(path: Path, precision: str) -> AskedModel:
     # Imported late: a model by its name needs nothing that trains.
     from zeromesh.apps.train.model import Transformer, language_model
 
-    settings = Settings.load(path)
+    settings = TrainSettings.load(path)
     options = TraceOptions(DTYPES[precision], tables=settings.embedding_tables.modules)
     document, tables = json.loads(read_text(path, "utf-8-sig")), tables_of(settings)
     if settings.huggingface is not None:

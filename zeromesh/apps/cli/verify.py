@@ -15,13 +15,12 @@ from torch import nn
 from zeromesh.apps.train.model import Transformer
 from zeromesh.apps.train.planned import planned
 from zeromesh.apps.train.screen import is_first, make_console, write
+from zeromesh.apps.train.train_settings import ModelShape, TrainSettings
 from zeromesh.apps.verify.shrink import HEAD, LENGTH, VOCABULARY, fewest_blocks, subject_of
 from zeromesh.apps.verify.small_layout import small_layout
 from zeromesh.apps.verify.verification_report import Report, Verdict
 from zeromesh.apps.verify.verify_run import TIMEOUT, verify
 from zeromesh.base.drawing import require_matplotlib
-from zeromesh.config.settings import Settings
-from zeromesh.config.train import ModelShape
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ def run(question: VerifyQuestion) -> Verdict:
     """Compare, print the report, and write the picture."""
     if question.picture is not None:
         require_matplotlib()  # before the work, which takes a minute
-    settings = planned(question.config, question.overrides, Settings.load(question.config, question.overrides))
+    settings = planned(question.config, question.overrides, TrainSettings.load(question.config, question.overrides))
     model: Any = question.model
     batch: Any = None
     changes: list[str] = []
@@ -69,7 +68,7 @@ def _write(question: VerifyQuestion, report: Report) -> None:
         report.draw(question.picture)
 
 
-def configured(settings: Settings, ranks: int | None, full_size: bool) -> tuple[nn.Module, Any, list[str]]:
+def configured(settings: TrainSettings, ranks: int | None, full_size: bool) -> tuple[nn.Module, Any, list[str]]:
     """Return the model that a configuration describes for ``zeromesh train``, made smaller, a batch, and the changes.
 
     Raises:

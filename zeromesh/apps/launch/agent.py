@@ -10,7 +10,6 @@ import secrets
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -33,7 +32,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousS
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from zeromesh.apps.launch.signed_rendezvous import RUN, signed_rendezvous
-from zeromesh.comm.failure import HASTE, SAVED, SAVED_AND_ENDED, RankFailure, first_failure, grace
+from zeromesh.comm.failure import HASTE, SAVED, SAVED_AND_ENDED, RankFailure, first_failure, grace, handled_signals
 from zeromesh.comm.interface import own_address
 from zeromesh.comm.rank import FAILURES, OUTPUT
 from zeromesh.comm.rendezvous import in_background, reach
@@ -84,7 +83,7 @@ def run(
         )
     with ExitStack() as stack:
         # From now on, as nodes may wait for others for long; torchrun's library sets the same ones for the ranks.
-        stack.enter_context(_handlers(_end))
+        stack.enter_context(handled_signals(_end, SIGNALS))
         # Keep torchrun's own log lines off the terminal: this process only waits, and the ranks speak for themselves.
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.ERROR)
@@ -96,7 +95,7 @@ def run(
             stack.enter_context(_variables(plan.variables))
         try:
             agent = _agent(command, plan, folder, report)
-            stack.enter_context(_handlers(agent.pass_on, (signal.SIGUSR1, signal.SIGUSR2)))
+            stack.enter_context(handled_signals(agent.pass_on, (signal.SIGUSR1, signal.SIGUSR2)))
             closes = True
             try:
                 result = agent.run()
@@ -304,7 +303,7 @@ class _Agent(LocalElasticAgent):
                         os.kill(pid, signal.SIGKILL)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
-        with _handlers(self._end_at_once):
+        with handled_signals(self._end_at_once, SIGNALS):
             # Ranks that outlive a failed one have nothing to save, and may heed no signal: they wait for it.
             # The ranks are ended here: before torch 2.13 its method takes no time to wait for them.
             ranks, self._pcontext = self._pcontext, None
@@ -357,20 +356,6 @@ def _address_towards(plan: LaunchPlan) -> str:
 
 def _end(number: int, _: Any) -> None:
     raise SignalException(f"got signal {number}", signal.Signals(number))
-
-
-@contextmanager
-def _handlers(handler: Callable[[int, Any], None], numbers: Sequence[signal.Signals] = SIGNALS) -> Iterator[None]:
-    """Handle signals in this context; only the main thread can."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old if old is not None else signal.SIG_DFL)  # None: one that is not Python's
 
 
 @contextmanager

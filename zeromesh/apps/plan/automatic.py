@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 from torch.utils.data import default_collate
@@ -28,13 +28,15 @@ if TYPE_CHECKING:
     from zeromesh.apps.plan.choose.space import ModelLimits
     from zeromesh.config.settings import Resolved, Settings
 
+Chosen = TypeVar("Chosen", bound="Settings")
+
 # Returns keyword arguments of a model's forward for a few samples, and the loss of its output, if it has none.
 Example = Callable[[], tuple[nn.Module, Mapping[str, Any], Callable[[Any], Any] | None]]
 
 _log = logging.getLogger("zeromesh")
 
 
-def repeated(settings: Settings, asked: frozenset[str], before: Resolved, ranks: int) -> Settings | None:
+def repeated(settings: Chosen, asked: frozenset[str], before: Resolved, ranks: int) -> Chosen | None:
     """Return the settings with what an earlier run had; None if it had another number of ranks."""
     from zeromesh.apps.plan.choose.layout_documents import document_for, layout_from
 
@@ -45,7 +47,7 @@ def repeated(settings: Settings, asked: frozenset[str], before: Resolved, ranks:
     return type(settings).load(settings, overrides)
 
 
-def choose_layout(chosen: Arguments, settings: Settings, world: Group, environment: Environment) -> Settings:
+def choose_layout(chosen: Arguments, settings: Chosen, world: Group, environment: Environment) -> Chosen:
     """Return the settings with what is "auto" filled in by the planner, from the first samples. Collective.
 
     Raises:
@@ -58,9 +60,9 @@ def choose_layout(chosen: Arguments, settings: Settings, world: Group, environme
 
 
 def filled_in(
-    settings: Settings, asked: frozenset[str], example: Example, environment: Environment, world: Group | None,
+    settings: Chosen, asked: frozenset[str], example: Example, environment: Environment, world: Group | None,
     own_batches: bool = True,
-) -> Settings:  # fmt: skip
+) -> Chosen:  # fmt: skip
     """Return the settings with what is asked filled in by the planner, from an example; raise as ``choose_layout``.
 
     Without ``world`` this process will start the ranks. Only with ``own_batches`` may ranks share layers.
@@ -122,8 +124,9 @@ def _limits(model: nn.Module, settings: Settings) -> ModelLimits:
     """Return the numbers that tensor ranks must divide; zeros, which allow one, of a model that does not state them."""
     from zeromesh.apps.plan.cost.models import limits_of_decoder
     from zeromesh.apps.plan.cost.source import limits_of_configuration
+    from zeromesh.apps.train.train_settings import TrainSettings
 
-    if settings.model is not None:
+    if isinstance(settings, TrainSettings) and settings.model is not None:
         return limits_of_decoder(settings.model)
     return limits_of_configuration(getattr(model, "config", None))
 

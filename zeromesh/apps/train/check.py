@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
-from zeromesh import Environment, Settings
+from zeromesh import Environment
 from zeromesh.apps.train.data.hub_datasets import is_dataset_id
 from zeromesh.apps.train.data.indexed import file_of
 from zeromesh.apps.train.data.ordered_loader import training_samples
@@ -18,11 +18,10 @@ from zeromesh.apps.train.data.token_store import PreparedData, first_beyond
 from zeromesh.apps.train.data.tokenizer import load_tokenizer
 from zeromesh.apps.train.model import LanguageModel, Transformer, language_model
 from zeromesh.apps.train.run_folder import RunFolder
+from zeromesh.apps.train.train_settings import ResolvedTrainSettings, RunSettings, TextData, TrainSettings
 from zeromesh.base.words import counted
 from zeromesh.comm.detect import is_launched, may_restart
 from zeromesh.config.printing import changes
-from zeromesh.config.settings import Resolved
-from zeromesh.config.train import RunSettings, TextData
 from zeromesh.engine.initialize.trial import try_out
 from zeromesh.parallel.context.sequence_order import require_length
 
@@ -57,13 +56,13 @@ MICRO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 class Job:
     """A training run as configured, with all its sections."""
 
-    settings: Settings
+    settings: TrainSettings
     language: LanguageModel
     data: TextData
     run: RunSettings
 
     @classmethod
-    def of(cls, settings: Settings) -> Job:
+    def of(cls, settings: TrainSettings) -> Job:
         """Return the run in the settings; raise ValueError if a section is missing."""
         language, data, run = language_model(settings), settings.data, settings.run
         if data is None or run is None:
@@ -96,7 +95,7 @@ class Job:
         return RunFolder(Path(self.run.output))
 
 
-def check(settings: Settings) -> Job:
+def check(settings: TrainSettings) -> Job:
     """Check everything that can be checked before the text is read; raise ValueError if the run cannot start."""
     job = Job.of(settings)
     if settings.optimizer is None:
@@ -124,7 +123,7 @@ def _mesh(job: Job) -> dict[str, int]:
     return job.settings.resolve_mesh(Environment.detect().world_size if is_launched() else job.run.ranks)
 
 
-def _resolved(job: Job) -> Resolved:
+def _resolved(job: Job) -> ResolvedTrainSettings:
     """Return the settings with the sizes that follow from the number of ranks."""
     sizes = _mesh(job)
     return job.settings.resolve(sizes["replicate"] * sizes["data"], sizes, elastic=may_restart())
@@ -199,10 +198,10 @@ def _larger(job: Job) -> str:
     return "name a model with a larger vocabulary in huggingface.path"
 
 
-# Settings of a resumed run.
+# TrainSettings of a resumed run.
 
 
-def require_unchanged(folder: RunFolder, settings: Resolved) -> None:
+def require_unchanged(folder: RunFolder, settings: ResolvedTrainSettings) -> None:
     """Raise ValueError if a run is resumed with other settings, in a key on which the result depends."""
     if not folder.config.is_file():
         return
@@ -218,7 +217,7 @@ def require_unchanged(folder: RunFolder, settings: Resolved) -> None:
         )
 
 
-def _automatic(settings: Resolved) -> set[str]:
+def _automatic(settings: ResolvedTrainSettings) -> set[str]:
     """Return the keys of sizes that the settings leave to the text."""
     free = set()
     if settings.model is not None and settings.model.vocab_size is None:

@@ -18,6 +18,7 @@ from zeromesh.apps.train.data.tokenizer import load_tokenizer
 from zeromesh.apps.train.model import BuiltIn, Transformer, language_model
 from zeromesh.apps.train.run_folder import RunFolder
 from zeromesh.apps.train.screen import make_console
+from zeromesh.apps.train.train_settings import ModelShape
 from zeromesh.base.quantized_layers import is_quantized, weight_of
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.checkpoint.checkpoint_folder import locate
@@ -33,7 +34,6 @@ from zeromesh.checkpoint.weights.export import (
 )
 from zeromesh.checkpoint.weights.pretrained import first_names, require_transformers
 from zeromesh.checkpoint.weights.quantize_weights import values
-from zeromesh.config.train import ModelShape
 
 FILE = "model.safetensors"
 DRAFT = ".zeromesh-export"

@@ -16,17 +16,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import zeromesh
-from zeromesh import Settings
 from zeromesh.apps.train.architectures.decoder import Decoder
 from zeromesh.apps.train.architectures.flops import training_cost, training_flops_per_token
 from zeromesh.apps.train.data.ordered_loader import Batch
 from zeromesh.apps.train.data.tokenizer import load_tokenizer
+from zeromesh.apps.train.train_settings import GROUP, HuggingFace, Lora, ModelShape, Quantization, TrainSettings
 from zeromesh.base.files import read_text
 from zeromesh.base.lengths import positions
 from zeromesh.base.words import nearest
 from zeromesh.checkpoint.weights.pretrained import build, configuration, is_model_id, model_folder, saved_quantization
 from zeromesh.checkpoint.weights.quantize_weights import require_library
-from zeromesh.config.train import GROUP, HuggingFace, Lora, ModelShape, Quantization
 
 
 @dataclass(frozen=True)
@@ -218,9 +217,7 @@ class Transformer:
                 model = self.unfilled(self.dtype)
         # With a whole mask, the model does not read the tokens to find where documents begin.
         mask = torch.ones(1, 1, length, length, dtype=torch.bool, device="meta")
-        return training_cost(
-            model, {"input_ids": tokens, "attention_mask": mask, "use_cache": False}, length
-        ).operations
+        return training_cost(model, {"input_ids": tokens, "attention_mask": mask, "use_cache": False}, length)
 
     def example(self, rows: int) -> tuple[dict[str, Any], Callable[[Any], torch.Tensor]]:
         """Return arguments of a forward of so many samples, without values, and the loss of its output."""
@@ -238,7 +235,7 @@ class Transformer:
 LanguageModel = BuiltIn | Transformer
 
 
-def language_model(settings: Settings) -> LanguageModel:
+def language_model(settings: TrainSettings) -> LanguageModel:
     """Return the model in the settings; raise ValueError if they have none."""
     if settings.huggingface is not None:
         return Transformer(settings.huggingface, settings.lora, settings.precision.compute or torch.float32)
@@ -296,7 +293,7 @@ def quantization_config(chosen: Quantization, dtype: torch.dtype) -> Any:
     )
 
 
-def parameter_groups(model: Any, settings: Settings) -> list[dict[str, Any]] | None:
+def parameter_groups(model: Any, settings: TrainSettings) -> list[dict[str, Any]] | None:
     """Return PEFT's groups of LoRA+, with learning rates of their own; None without ``lora.plus_ratio``."""
     if settings.lora is None or settings.lora.plus_ratio is None:
         return None

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from zeromesh import Environment, Settings, init_distributed
+from zeromesh import Environment, init_distributed
 from zeromesh.apps.plan.automatic import asked_of_planner, filled_in, repeated
 from zeromesh.apps.train.check import Job, build_model
+from zeromesh.apps.train.train_settings import TrainSettings
+from zeromesh.base.machine import cpu_threads
 from zeromesh.comm.agreement import world_group
 from zeromesh.comm.detect import is_launched
 from zeromesh.comm.environment import device_of_group
@@ -21,7 +22,7 @@ from zeromesh.comm.environment import device_of_group
 ROWS = 2  # samples of the forward that the planner traces first
 
 
-def planned(config: Path, overrides: Sequence[str], settings: Settings) -> Settings:
+def planned(config: Path, overrides: Sequence[str], settings: TrainSettings) -> TrainSettings:
     """Return the settings with what is "auto" filled in by the planner. Collective under a launcher.
 
     A run that is resumed on as many ranks keeps what it had.
@@ -43,18 +44,8 @@ def planned(config: Path, overrides: Sequence[str], settings: Settings) -> Setti
 
     # The machine is measured with as many threads as each rank will have.
     shared = 1 if launched or "OMP_NUM_THREADS" in os.environ else ranks
-    with _threads(job.run.threads or max(1, torch.get_num_threads() // shared)):
+    with cpu_threads(job.run.threads or max(1, torch.get_num_threads() // shared)):
         if not launched:
             return filled_in(settings, asked, example, environment, None)
         world = world_group(device_of_group(init_distributed()))
         return filled_in(settings, asked, example, environment, world)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -10,12 +10,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from zeromesh.apps.train.data.prepare_text import TOKENIZER_FOLDER
+from zeromesh.apps.train.train_settings import ResolvedTrainSettings
 from zeromesh.base.files import read_text
 from zeromesh.base.lock import FolderInUse, locked
 from zeromesh.checkpoint.checkpoint_folder import has_checkpoints, latest
 from zeromesh.checkpoint.copies.memory_files import marked
 from zeromesh.checkpoint.weights.pretrained import is_model_id
-from zeromesh.config.settings import Resolved
 
 
 class RunFolder:
@@ -54,10 +54,10 @@ class RunFolder:
         """True if the run has copies in memory, of which some may be lost."""
         return marked(self.checkpoints) is not None
 
-    def settings(self) -> Resolved:
+    def settings(self) -> ResolvedTrainSettings:
         """Return the settings of the run; raise ValueError if no run wrote the file."""
         try:
-            return Resolved.reread(json.loads(read_text(self.config)))
+            return ResolvedTrainSettings.reread(json.loads(read_text(self.config)))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{str(self.config)!r} is not what zeromesh train wrote: {error}") from None
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from zeromesh import Engine
-from zeromesh.comm.failure import SAVED, SAVED_AND_ENDED
+from zeromesh.comm.failure import SAVED, SAVED_AND_ENDED, handled_signals
 from zeromesh.comm.rank import FAILURES
 
 
@@ -45,10 +45,6 @@ class Ended(SystemExit):
 def forward_signals(engine: Engine) -> Iterator[None]:
     """Pass signals to the engine, which reads them at its next update. A second SIGTERM ends the process at once."""
     first: list[float] = []
-    # Python lets only the main thread handle signals.
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def ask(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGTERM:
@@ -60,12 +56,8 @@ def forward_signals(engine: Engine) -> Iterator[None]:
         # Only noted here: a handler may run in the middle of a collective.
         engine.ask(SIGNALS[signal.Signals(number)])
 
-    before = {number: signal.signal(number, ask) for number in SIGNALS}
-    try:
+    with handled_signals(ask, SIGNALS):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def ignore_requests() -> None:

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 import zeromesh
-from zeromesh import Engine, Settings, init_distributed, launch
+from zeromesh import Engine, init_distributed, launch
 from zeromesh.apps.train.check import Job, check, prepare_text
 from zeromesh.apps.train.data.ordered_loader import Share, training_batches
 from zeromesh.apps.train.data.token_store import PreparedData
@@ -27,6 +27,7 @@ from zeromesh.apps.train.run_loss import HeldOut, require_causal, require_docume
 from zeromesh.apps.train.run_report import close
 from zeromesh.apps.train.screen import is_first, make_console, shown_log
 from zeromesh.apps.train.signals import forward_signals, ignore_requests
+from zeromesh.apps.train.train_settings import TrainSettings
 from zeromesh.base.files import write_text
 from zeromesh.base.progress import Display
 from zeromesh.base.words import counted, scaled_text
@@ -44,7 +45,7 @@ def train(config: Path, overrides: Sequence[str], resume: bool | Literal["auto"]
     began = time.time()
     ignore_requests()  # a batch system may send the signal before there is an engine
     overrides = [*overrides, *([f"run.resume={json.dumps(resume)}"] if resume else [])]
-    loaded = Settings.load(config, overrides)
+    loaded = TrainSettings.load(config, overrides)
     refuse_unfilled(config, loaded, overrides)
     goes_on = is_auto(config, overrides, "run.resume") or may_restart()
     settings = planned(config, overrides, _decided(loaded, goes_on))
@@ -63,7 +64,7 @@ def train(config: Path, overrides: Sequence[str], resume: bool | Literal["auto"]
         raise
 
 
-def _decided(settings: Settings, goes_on: bool) -> Settings:
+def _decided(settings: TrainSettings, goes_on: bool) -> TrainSettings:
     """Return the settings with ``run.resume`` true or false; ``goes_on`` says that the run goes on if it can."""
     run = settings.run
     # A launcher that restarts ranks repeats the first command, which must then go on. All ranks see the same folder.
@@ -116,7 +117,7 @@ def _text_line(prepared: PreparedData) -> str:
     )
 
 
-def run_rank(settings: Settings, began: float) -> None:
+def run_rank(settings: TrainSettings, began: float) -> None:
     """Run one rank with checked settings; ``began`` is the time of the command, in seconds since the epoch."""
     ignore_requests()
     job = Job.of(settings)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zeromesh.apps.launch.launch import launch
+from zeromesh.apps.train.train_settings import TrainSettings
 from zeromesh.apps.verify.plain_training import PlainTraining, Trial, is_alike, loss_of_model, reference
 from zeromesh.apps.verify.ranks import RankResult, run_trials
 from zeromesh.apps.verify.rows import SampleRows, longest_sum
@@ -97,7 +98,7 @@ def verify(
     began, state = time.monotonic(), random_state()
     if steps < 1:
         raise ValueError(f"steps is {steps}; compare at least one update")
-    settings = Settings.load(config)
+    settings = TrainSettings.load(config)
     refuse_unfilled(config, settings)
     launched = is_launched() or dist.is_initialized()
     world, device = ranks, torch.device("cpu")

@@ -12,18 +12,18 @@ import socket
 import stat
 import sys
 import time
-from array import array
 from collections.abc import Sequence
 from datetime import timedelta
 from importlib.util import find_spec
-from itertools import accumulate
 from secrets import token_hex
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from zeromesh.comm.interface import own_address
+from zeromesh.comm.messages import gather_texts
 from zeromesh.comm.trust import TOKEN
 
 REMEDY = "pip install 'zeromesh[mpi]'"
@@ -87,16 +87,14 @@ def hosts() -> list[str]:
 
 def _gathered(value: Any) -> list[Any]:
     """Return every rank's value, which JSON holds, by rank. Collective."""
-    # Methods of mpi4py in lower case unpickle what other ranks send.
     from zeromesh.comm.mpi.mpi_messages import runtime
 
-    data, comm = json.dumps(value).encode(), runtime.notes
-    lengths = array("q", bytes(8 * comm.Get_size()))
-    comm.Allgather(array("q", [len(data)]), lengths)
-    text = bytearray(sum(lengths))
-    comm.Allgatherv([data, _load().BYTE], [text, list(lengths), _load().BYTE])
-    ends = list(accumulate(lengths))
-    return [json.loads(text[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+    def exchange(vector: torch.Tensor) -> torch.Tensor:
+        rows = torch.empty(runtime.notes.Get_size(), len(vector), dtype=vector.dtype)
+        runtime.notes.Allgather(vector.numpy(), rows.numpy())  # in lower case it would unpickle what ranks send
+        return rows
+
+    return [json.loads(text) for text in gather_texts(json.dumps(value), exchange)]
 
 
 def agree_on_master() -> tuple[str, int]:

@@ -265,5 +265,5 @@ def make_observer(plan: Plan, monitor: Monitor) -> Observer:
     mesh.traffic.listen(collective)  # of no engine, as engines may share a mesh
     # A run of ``zeromesh train`` ends with a report of what bounded it.
     return Observer(
-        plan.model, mesh.device, mesh.rank, monitor, every, window, counts, whole_run=settings.run is not None
+        plan.model, mesh.device, mesh.rank, monitor, every, window, counts, whole_run=settings.times_whole_run
     )

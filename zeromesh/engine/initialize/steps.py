@@ -67,15 +67,13 @@ _log = logging.getLogger("zeromesh")
 
 
 def read_configuration(
-    chosen: Arguments, mesh: Mesh | None, start: Callable[[], Environment]
+    chosen: Arguments, mesh: Mesh | None, start: Callable[[], Environment], load: Callable[[Any], Settings]
 ) -> tuple[Settings, Environment]:
-    """Read the configuration, check the model, and compare both over all ranks."""
-    from zeromesh.config.settings import Settings
-
+    """Read the configuration by ``load``, check the model, and compare both over all ranks."""
     model = chosen.model
 
     def read() -> Settings:
-        loaded = Settings.load(chosen.config)
+        loaded = load(chosen.config)
         objects = {"optimizer": chosen.optimizer, "scheduler": chosen.scheduler}
         refuse_unfilled(
             chosen.config, loaded, replaced_sections={name for name, value in objects.items() if value is not None}

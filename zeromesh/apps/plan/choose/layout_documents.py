@@ -11,7 +11,7 @@ from zeromesh.apps.plan.cost.cost import Recompute
 from zeromesh.apps.plan.machine.cluster import Device
 from zeromesh.base.placement import Placement, Tier
 from zeromesh.config.settings import Settings
-from zeromesh.config.written import WrittenRun, document_of
+from zeromesh.config.written import WrittenRun, document_of, is_refused
 from zeromesh.engine.initialize.widths import precision_of, tables_of, widths_of
 from zeromesh.parallel.pipeline.schedule.generators import ROWS as SCHEDULES
 from zeromesh.parallel.pipeline.schedule.schedule_files import read_costs
@@ -29,15 +29,25 @@ def precision_for(device: Device) -> str:
 
 def document_for(layout: ParallelLayout, precision: str) -> dict[str, Any]:
     """Return the JSON document of a layout, as ``zeromesh.initialize`` takes it."""
+    return document_of(written_run(layout, precision))
+
+
+def written_run(layout: ParallelLayout, precision: str) -> WrittenRun:
+    """Return what a configuration states of a layout."""
     sharded = layout.row.parameter is Placement.SHARDED and layout.row.parameter_tier is Tier.DEVICE
     # Two slots are the default, and rows with whole parameters have none for them.
     slots = layout.parameter_slots if sharded and layout.parameter_slots != 2 else None
-    run = WrittenRun(
+    return WrittenRun(
         layout.samples, layout.micro_batch, layout.accumulation, {axis: getattr(layout, axis) for axis in AXES},
         layout.row, layout.schedule, layout.chunks, GRANULARITY.get(layout.recompute, ""), layout.activations_on_host,
         layout.sequence, slots, layout.gradient_slots if layout.gradient_slots != 2 else None, precision,
     )  # fmt: skip
-    return document_of(run)
+
+
+def is_accepted(layout: ParallelLayout, device: Device) -> bool:
+    """Return whether ``zeromesh.initialize`` accepts the layout's configuration on ranks with such a device."""
+    precision = "fp32" if layout.widths.parameter == 4 else precision_for(device)
+    return not is_refused(written_run(layout, precision))
 
 
 def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, str]:

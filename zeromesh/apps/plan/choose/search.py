@@ -18,6 +18,7 @@ from math import inf
 from typing import NamedTuple
 
 from zeromesh.apps.plan.choose.fit import MEMORY_MARGIN, lacking
+from zeromesh.apps.plan.choose.layout_documents import is_accepted
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
 from zeromesh.apps.plan.choose.space import LARGEST_MICRO_BATCH, LayoutSpace, PlanRequest, refuse_batch
 from zeromesh.apps.plan.cost.cost import Recompute
@@ -320,8 +321,11 @@ class _Ranking:
         if worst > 0:
             if over["device"] > 0:  # the host may hold more with one micro-batch than with several
                 self._failed[alike] = layout.micro_batch
-            if self._nearest is None or worst < self._nearest[0]:
+            closer = self._nearest is None or worst < self._nearest[0]
+            if closer and is_accepted(layout, slowest(space.machine)):
                 self._nearest = worst, layout, memory
+            return None
+        if not is_accepted(layout, slowest(space.machine)):
             return None
         self.computed += 1
         step_time = self.request.time_on(space.machine, layout)

@@ -8,8 +8,8 @@ from typing import Any
 
 from zeromesh.apps.plan.choose.space import ModelLimits
 from zeromesh.apps.plan.cost.shape import TransformerShape
+from zeromesh.apps.train.train_settings import ModelShape
 from zeromesh.base.words import nearest
-from zeromesh.config.train import ModelShape
 
 LLAMA = TransformerShape(1, 64, 1, 32000, gated=True, biases=False, tied=False, name="llama")
 GPT = TransformerShape(1, 64, 1, 50257, positions=1024, dropout=False, name="gpt")

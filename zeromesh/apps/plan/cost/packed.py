@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from zeromesh.apps.plan.cost.cost import NONE, Divided, Frozen
+from zeromesh.apps.train.train_settings import GROUP, Quantization
 from zeromesh.base.quantized_layers import weight_of
-from zeromesh.config.train import GROUP, Quantization
 
 BLOCK, BLOCK_OF_SCALES = 64, 256  # elements that share a scale in 4 bits of bitsandbytes, and such scales another one
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zeromesh.config.train import ModelShape
+from zeromesh.apps.train.train_settings import ModelShape
 
 IGNORE_LABEL = -100
 """Label of a token that is not in the loss."""

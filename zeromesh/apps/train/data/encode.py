@@ -12,8 +12,8 @@ from zeromesh.apps.train.data.indexed import token_dtype
 from zeromesh.apps.train.data.records import KINDS, Tokens, encode_text, read_record, share_of
 from zeromesh.apps.train.data.text_formats import Portion, placed, read_portion
 from zeromesh.apps.train.data.tokenizer import TextTokenizer
+from zeromesh.apps.train.train_settings import TextData
 from zeromesh.base.words import counted
-from zeromesh.config.train import TextData
 
 # Enough texts for the threads of a machine; encoding takes many times as much memory.
 TASK_BYTES = 2**21

@@ -27,10 +27,10 @@ from zeromesh.apps.train.data.token_store import (  # fmt: skip
     write_documents,
 )
 from zeromesh.apps.train.data.tokenizer import TextTokenizer, content_key, load_tokenizer, train_tokenizer
+from zeromesh.apps.train.train_settings import TextData
 from zeromesh.base.progress import ReadingBar
 from zeromesh.base.words import counted
 from zeromesh.checkpoint.weights.pretrained import MAIN
-from zeromesh.config.train import TextData
 
 _log = logging.getLogger(__name__)
 

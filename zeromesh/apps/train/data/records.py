@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from zeromesh.apps.train.data.text_formats import OF_AN_ARRAY
 from zeromesh.apps.train.data.tokenizer import Ids, TextTokenizer
+from zeromesh.apps.train.train_settings import TextData
 from zeromesh.base.words import show
-from zeromesh.config.train import TextData
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 RESPONSES = ("response", "completion")  # keys of a response, if the settings name none

@@ -28,8 +28,8 @@ from zeromesh.apps.train.data.text_formats import (  # fmt: skip
     portions,
     read_portion,
 )
+from zeromesh.apps.train.train_settings import TextData
 from zeromesh.checkpoint.weights.pretrained import MAIN
-from zeromesh.config.train import TextData
 
 STANDARD_LIBRARY = "python-stdlib"  # on every machine: the library of the running Python
 

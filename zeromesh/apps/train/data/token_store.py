@@ -18,8 +18,8 @@ from zeromesh.apps.train.data.encode import Encoded
 from zeromesh.apps.train.data.indexed import MASK, Indexed, IndexedWriter, file_of, open_indexed
 from zeromesh.apps.train.data.sample_order import hashed
 from zeromesh.apps.train.data.tokenizer import TextTokenizer
+from zeromesh.apps.train.train_settings import TextData
 from zeromesh.base.files import new_file, read_text, write_text
-from zeromesh.config.train import TextData
 
 SCANNED_AT_ONCE = 2**24  # ids that are looked at in one step
 

@@ -1,14 +1,17 @@
-"""Sections that only ``zeromesh train`` reads: the model, the text and the run."""
+"""Settings of ``zeromesh train``: those of the engine, and sections for the model, the text and the run."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ValidationError, field_validator, model_validator
 
 from zeromesh.base.words import show
 from zeromesh.config.batch_sizes import divisors_of
+from zeromesh.config.refusals import Refusal
 from zeromesh.config.section import CountFloat, CountInt, Int, Names, PositiveFloat, PositiveInt, Section, SizeInt, key
+from zeromesh.config.settings import Resolved, Settings
 
 
 class ModelShape(Section):
@@ -107,39 +110,6 @@ class Lora(Section):
     plus_ratio: PositiveFloat | None = key(
         None, "LoRA+: learning rate of the adapters' B matrices, as a multiple of the optimizer's. Null: 1."
     )
-
-
-def problems_of_quantization(lora: Lora | None, tensor_ranks: int) -> list[str]:
-    """Return what keeps quantized weights from being trained on."""
-    problems = []
-    if lora is None:
-        problems.append(
-            "huggingface.quantization freezes the weights, and without lora nothing would be trained; add a section "
-            "lora, or leave quantization out to train all weights"
-        )
-    if tensor_ranks > 1:
-        problems.append(
-            "huggingface.quantization: blocks of quantized weights cannot be split along mesh.tensor = "
-            f"{tensor_ranks}; set it to 1, and zero_optimization.stage to 3, which shards them"
-        )
-    return problems
-
-
-# Schedules with rates of their own, which are the same for all groups of parameters.
-ONE_RATE = ("warmuplr", "warmupdecaylr", "onecycle", "lrrangetest")
-
-
-def problems_of_rates(optimizer: Any, scheduler: Any) -> list[str]:
-    """Return what keeps adapters' A and B from having learning rates of their own."""
-    problems = []
-    if optimizer is None or not isinstance(optimizer.params.get("lr"), int | float):
-        problems.append("lora.plus_ratio multiplies optimizer.params.lr, which is not set; set it to a number")
-    if scheduler is not None and scheduler.type.lower() in ONE_RATE:
-        problems.append(
-            f"scheduler.type = {scheduler.type} gives all parameters one learning rate, against lora.plus_ratio; use "
-            "WarmupCosineLR or WSD, which multiply each group's own"
-        )
-    return problems
 
 
 class WeightedSource(Section):
@@ -258,3 +228,70 @@ class RunSettings(Section):
     )
     log_every: PositiveInt = key(10, "Steps between two lines in the log.")
     sample: SampleSettings = key(SampleSettings(), "Texts to generate at the end of the run.")
+
+
+# Schedules with rates of their own, which are the same for all groups of parameters.
+ONE_RATE = ("warmuplr", "warmupdecaylr", "onecycle", "lrrangetest")
+
+
+class TrainSettings(Settings):
+    """Settings of a run: the engine's, and sections that the engine does not know."""
+
+    model: ModelShape | None = key(None, "The language model of zeromesh train.")
+    huggingface: HuggingFace | None = key(None, "A model of transformers, for zeromesh train.")
+    lora: Lora | None = key(None, "Adapters of PEFT that zeromesh train adds to a model of transformers.")
+    data: TextData | None = key(None, "The training data of zeromesh train.")
+    run: RunSettings | None = key(None, "Steps, ranks and output of zeromesh train.")
+
+    @classmethod
+    def refusals(cls) -> Sequence[Refusal[Self]]:
+        """Return the combinations that the engine refuses, and those of these sections."""
+        return [*super().refusals(), *TRAIN_REFUSALS]
+
+    def resolve(
+        self, data_size: int, sizes: Mapping[str, int] | None = None, elastic: bool = False
+    ) -> ResolvedTrainSettings:
+        """Return the settings with the batch sizes worked out, as ``Settings.resolve`` does."""
+        return ResolvedTrainSettings.model_validate(self._resolved_values(data_size, sizes, elastic))
+
+    @property
+    def times_whole_run(self) -> bool:
+        """True for a run of ``zeromesh train``, whose report has the times of all updates."""
+        return self.run is not None
+
+
+class ResolvedTrainSettings(Resolved, TrainSettings):
+    """The same in which nothing depends on the number of ranks any more."""
+
+
+TRAIN_REFUSALS: list[Refusal[TrainSettings]] = [
+    (
+        lambda s: s.model is not None and s.huggingface is not None,
+        "model and huggingface both describe the model to train; keep one of them",
+    ),
+    (
+        lambda s: s.lora is not None and s.huggingface is None,
+        "lora needs a model of transformers; name its folder with huggingface.path",
+    ),
+    (
+        lambda s: s.huggingface and s.huggingface.quantization and s.lora is None,
+        "huggingface.quantization freezes the weights, and without lora nothing would be trained; add a section "
+        "lora, or leave quantization out to train all weights",
+    ),
+    (
+        lambda s: s.huggingface and s.huggingface.quantization and s.mesh.tensor > 1,
+        "huggingface.quantization: blocks of quantized weights cannot be split along mesh.tensor = "
+        "{s.mesh.tensor}; set it to 1, and zero_optimization.stage to 3, which shards them",
+    ),
+    (
+        lambda s: (
+            s.lora and s.lora.plus_ratio and not (s.optimizer and isinstance(s.optimizer.params.get("lr"), int | float))
+        ),
+        "lora.plus_ratio multiplies optimizer.params.lr, which is not set; set it to a number",
+    ),
+    (
+        lambda s: s.lora and s.lora.plus_ratio and s.scheduler and s.scheduler.type.lower() in ONE_RATE,
+        "scheduler.type = {s.scheduler.type} gives all parameters one learning rate, against "
+        "lora.plus_ratio; use WarmupCosineLR or WSD, which multiply each group's own",
+    ),
+]
