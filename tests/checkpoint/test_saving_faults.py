@@ -16,8 +16,6 @@ import torch
 from compare import assert_same
 from harness import run_ranks, spawn_ranks
 from runs import config, everything, seed_everything, start, train
-from zeromesh.checkpoint import boxes, save
-from runs import assert_same, config, everything, seed_everything, start, train
 from zeromesh.checkpoint import boxes
 from zeromesh.checkpoint import checkpoint_folder as folders
 

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from zeromesh import Settings
+from zeromesh.apps.train.train_settings import ResolvedTrainSettings
+from zeromesh.apps.train.train_settings import TrainSettings as Settings  # all keys: the engine's and the trainer's
 from zeromesh.base.placement import ROWS
 from zeromesh.base.precision import LossScale, Precision
 from zeromesh.config.errors import ConfigError
-from zeromesh.config.settings import Resolved, entries
-from zeromesh.apps.train.train_settings import ResolvedTrainSettings
-from zeromesh.apps.train.train_settings import TrainSettings as Settings  # all keys: the engine's and the trainer's
 from zeromesh.config.settings import entries
 from zeromesh.config.special_keys import (
     GONE,

@@ -12,7 +12,6 @@ from torch import nn
 
 import zeromesh
 from commands import call
-from zeromesh import Settings
 from zeromesh.apps.cli.main import WRONG_INPUT
 from zeromesh.apps.train.check import check
 from zeromesh.apps.train.train_settings import TrainSettings

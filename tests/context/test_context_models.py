@@ -19,9 +19,7 @@ from huggingface_models import GROUPED, LAYERS, MODELS, SPECIAL, USUAL, VOCABULA
 from test_context import fake
 from zeromesh import Mesh
 from zeromesh.apps.train.architectures.decoder import Decoder
-from zeromesh.config.train import ModelShape
 from zeromesh.apps.train.train_settings import ModelShape
-from zeromesh.comm.mesh import Mesh
 from zeromesh.parallel.activation.checkpoint import checkpoint_modules
 from zeromesh.parallel.context.applied import SpreadSequences, Unsupported
 from zeromesh.parallel.context.sequence_order import keep

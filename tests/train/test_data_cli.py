@@ -11,7 +11,6 @@ from test_data_indexed import published
 from test_data_records import CHAT, MARKED, chat_tokenizer, lines
 from test_readme import ROOT, blocks_of
 from test_train_cli import call, config, numbers, refused
-from zeromesh import Settings
 from zeromesh.apps.train.train_settings import TrainSettings
 
 

@@ -17,7 +17,6 @@ import zeromesh
 from commands import call, logged_losses, write_config
 from harness import run_ranks
 from huggingface_models import MODELS, VOCABULARY
-from zeromesh import Settings
 from zeromesh.apps.train import check
 from zeromesh.apps.train import export_run as export
 from zeromesh.apps.train import train_run as train
@@ -27,7 +26,6 @@ from zeromesh.apps.train.data.tokenizer import load_tokenizer
 from zeromesh.apps.train.model import Transformer, language_model
 from zeromesh.apps.train.run_loss import require_causal, require_document_attention
 from zeromesh.apps.train.sample import TextWriter
-from zeromesh.config.train import HuggingFace, ModelShape
 from zeromesh.apps.train.train_settings import HuggingFace, ModelShape, TrainSettings
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

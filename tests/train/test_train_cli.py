@@ -16,7 +16,6 @@ from typer.testing import CliRunner, Result
 
 from commands import call, write_config
 from harness import run_command, run_ranks
-from zeromesh import Settings
 from zeromesh.apps.cli.main import app
 from zeromesh.apps.train.architectures.decoder import Decoder
 from zeromesh.apps.train.check import check, require_unchanged
