@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from harness import on_ranks, run_ranks
-from zeromesh.comm.mesh import AXES, Links, Mesh
+from zeromesh.base.axes import AXES
+from zeromesh.comm.mesh import Links, Mesh
 from zeromesh.comm.ordered_sums import SumPlace
 
 CPU = torch.device("cpu")

@@ -39,7 +39,7 @@ def count_once(gradients: Sequence[Gradient], mesh: Mesh) -> None:
     for gradient in gradients:
         if gradient.shard is None:
             continue
-        if mesh.replicate.rank > 0 or not gradient.is_first:
+        if not mesh.is_first_copy or not gradient.is_first:
             gradient.shard.zero_()
         for ranges in gradient.shared.values():
             for start, stop, first in ranges:
@@ -120,7 +120,7 @@ def squared_norm(gradients: Sequence[Gradient], mesh: Mesh, others: Sequence[tor
     total = torch.zeros(1, dtype=torch.float64, device=mesh.device)
     for values in others:
         total += sum_of_squares(values.reshape(-1))
-    if mesh.replicate.rank == 0:
+    if mesh.is_first_copy:
         for gradient in gradients:
             assert gradient.shard is not None
             for start, stop in gradient.counted:
@@ -143,7 +143,7 @@ def norm_of(places: Sequence[Place], order: float, mesh: Mesh, others: Sequence[
 
 
 def _counted(places: Iterable[Place], mesh: Mesh) -> Iterator[torch.Tensor]:
-    for gradient, index in places if mesh.replicate.rank == 0 else ():
+    for gradient, index in places if mesh.is_first_copy else ():
         part = gradient.part(index)
         assert gradient.shard is not None
         for low, high in gradient.counted:

@@ -146,7 +146,7 @@ class Table:
                 swap(group, tag, sends, receives, "table_values")
             if group.rank:
                 plane[: self.rows_here].copy_(landing)
-        for copies in () if unmade else (self.mesh.replicate, self.mesh.group("tensor")):
+        for copies in () if unmade else self.mesh.same_rows:
             if copies.size > 1:
                 values = plane.to(self.mesh.device)
                 copies.broadcast(values)

@@ -166,7 +166,7 @@ class Tables:
 
     def summed(self, parameters: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Return the summed gradients of tables, those of ``parameters`` or all, that this rank counts in a norm."""
-        if self._mesh.replicate.rank > 0 or self._mesh.group("tensor").rank > 0:
+        if any(group.rank > 0 for group in self._mesh.same_rows):
             return []
         chosen = self.every if parameters is None else [t for t in map(self.of, parameters) if t is not None]
         return [table.gradient for table in chosen]
@@ -190,7 +190,7 @@ class Tables:
     def reopen(self) -> None:
         """Turn the sums into gradients of single ranks, to which the next backward adds."""
         for table in self.every:
-            table.reopen(counted=self._mesh.replicate.rank == 0)
+            table.reopen(counted=self._mesh.is_first_copy)
 
     def forget(self) -> None:
         """Forget all gradients."""
