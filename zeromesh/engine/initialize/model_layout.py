@@ -23,7 +23,7 @@ from zeromesh.comm.message_formats import FORMATS
 from zeromesh.engine.batches import loss_of
 from zeromesh.parallel.tensor.derive import derive
 from zeromesh.parallel.tensor.sequence import Stack, find_stacks
-from zeromesh.parallel.tensor.tensor_plan import SplitPlan as SplitPlan
+from zeromesh.parallel.tensor.split_plan import SplitPlan as SplitPlan
 from zeromesh.parallel.tensor.tensor_plan import as_json, parse, resolve
 from zeromesh.shard.tables.find_tables import find_tables
 

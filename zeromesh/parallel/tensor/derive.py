@@ -23,8 +23,8 @@ from zeromesh.parallel.tensor.published import (
     outputs_of,
     published,
 )
+from zeromesh.parallel.tensor.split_plan import CONTAINERS, OF_KEYS, Plan, PlanRule, base_of, kind_of, pattern_of
 from zeromesh.parallel.tensor.styles import STYLES
-from zeromesh.parallel.tensor.tensor_plan import CONTAINERS, OF_KEYS, Plan, PlanRule, base_of, kind_of, pattern_of
 
 # In classes of transformers, attention and MLPs are found by the names of their layers and by shapes that fit: layers
 # that are split by columns, and one split by rows that reads what was made of them. Where something stands in between
