@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.base.linear_arithmetic import is_transposed
+from zeromesh.base.model_names import BIASES, OF_SCORES
 from zeromesh.comm.collectives import Group
 from zeromesh.parallel.follow.activation_parts import join_parts, replace_forward
 from zeromesh.parallel.follow.spread import Followed, activation, replaced, spread
@@ -28,9 +28,6 @@ from zeromesh.parallel.tensor.split_plan import SplitPlan
 from zeromesh.parallel.tensor.styles import Splitting, by_vocabulary, eager
 
 BIAS_TAG = 15  # of tensors that are added to the scores of attention
-
-BIASES = ("alibi", "position_bias")  # arguments of attention that are added to its scores, and differ per head
-OF_SCORES = re.compile("mask|bias|alibi|relative_pos")  # parts of names of arguments that may differ per head
 
 
 def apply(

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from zeromesh.base.linear_arithmetic import is_transposed
+from zeromesh.base.model_names import BY_ROWS, OF_KEYS, OF_QUERIES
 from zeromesh.base.split import Held, Split
 from zeromesh.base.substitution import computes_as, is_adapted, is_known, is_linear
 from zeromesh.parallel.tensor.heads import Heads
@@ -61,11 +62,8 @@ def kind_of(module: nn.Module) -> str:
     kinds = {"attention": nn.MultiheadAttention, "bag": nn.EmbeddingBag, "embedding": nn.Embedding}
     kind = next((kind for kind, layer in kinds.items() if computes_as(module, layer)), "module")
     # Each of its rows is scaled, or normed, by itself, and its own forward computes on this rank's rows.
-    by_rows = isinstance(module, nn.Embedding) and _BY_ROWS.search(type(module).__name__) and is_known(module)
+    by_rows = isinstance(module, nn.Embedding) and BY_ROWS.search(type(module).__name__) and is_known(module)
     return "embedding" if by_rows and "weight" in module._parameters else kind
-
-
-_BY_ROWS = re.compile("(ScaledWord|Normed)Embedding$")
 
 
 def base_of(module: Any) -> Any:
@@ -168,7 +166,7 @@ def _require_parts(sections: Sequence[int], block: int, ranks: int) -> None:
 def _block(sections: Sequence[int], heads: Heads, name: str) -> int:
     """Return the entries of a head; of a fused weight with interleaved heads, those of a group of heads."""
     queries, keys = heads.queries * heads.width, heads.keys * heads.width
-    if list(sections) == [queries + 2 * keys] and not _OF_QUERIES.match(name.rpartition(".")[2]):
+    if list(sections) == [queries + 2 * keys] and not OF_QUERIES.match(name.rpartition(".")[2]):
         return sections[0] // heads.keys
     if all(section in (queries, keys) for section in sections):
         return heads.width
@@ -179,11 +177,6 @@ def _block(sections: Sequence[int], heads: Heads, name: str) -> int:
     if all(section % heads.width == 0 for section in sections):
         return heads.width
     return prod(sections[:1]) // heads.queries if all(section % heads.queries == 0 for section in sections) else 1
-
-
-# Names of layers that make heads of queries, and of keys or of values.
-_OF_QUERIES = re.compile(r"^(q|query|to_q|q_b)(_proj|_lin|_linear)?$")
-OF_KEYS = re.compile(r"^(k|v|key|value|to_k|to_v)(_proj|_lin|_linear)?$")
 
 
 Hold = Callable[["Member", int, int, "Heads | None"], dict[str, Held]]

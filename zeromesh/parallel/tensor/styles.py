@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.base.linear_arithmetic import columns_of, input_of, is_transposed, multiply
+from zeromesh.base.model_names import ROTARY_WIDTH
 from zeromesh.base.split import Held, Split
 from zeromesh.base.substitution import has_hooks
 from zeromesh.comm.collectives import Group
@@ -28,6 +29,7 @@ from zeromesh.parallel.tensor.split_linear import Entrance, SplitPlace, leave
 from zeromesh.parallel.tensor.split_plan import (
     Member,
     SplitPlan,
+    Step,
     Style,
     hold_cut,
     hold_heads,
@@ -171,16 +173,14 @@ def count_experts(member: Member, splitting: Splitting) -> None:
     take_part_of_experts(member.module, splitting.place.group.size)
 
 
-def sum_output(member: Member, splitting: Splitting) -> None:
-    """Sum the outputs over the ranks."""
-    group, tag = splitting.place.group, splitting.tag + 2
-    member.module.register_forward_hook(lambda _, args, output: move(output, "sum", group, tag))
+def output(operator: str, dim: int = 0) -> Step:
+    """Return a step that applies an operator of ``CONJUGATES`` to the outputs."""
 
+    def change_output(member: Member, splitting: Splitting) -> None:
+        group, tag = splitting.place.group, splitting.tag + 2
+        member.module.register_forward_hook(lambda _, args, output: move(output, operator, group, tag, dim))
 
-def join_output(member: Member, splitting: Splitting) -> None:
-    """Gather the outputs along their last dim."""
-    group, tag = splitting.place.group, splitting.tag + 2
-    member.module.register_forward_hook(lambda _, args, output: move(output, "join", group, tag, -1))
+    return change_output
 
 
 def divide_parameter(member: Member, splitting: Splitting) -> None:
@@ -274,7 +274,7 @@ def _left(place: SplitPlace, entrance: Entrance, module: nn.Module, args: Any, o
 
 def _rotary_width(attention: nn.Module, model: nn.Module) -> int:
     said = [attention, getattr(attention, "config", None), getattr(model, "config", None)]
-    if width := first_number(said, ("qk_rope_head_dim",)):
+    if width := first_number(said, (ROTARY_WIDTH,)):
         return width
     raise ValueError(
         f"{type(attention).__name__} has no qk_rope_head_dim, by which the style mla_kv_a_proj finds the part for "
@@ -342,20 +342,25 @@ STYLES: Mapping[str, Style] = {
     "rowwise_parts": _rows(padded=True, follows=True, whole_sequence=True),
     "embedding_rowwise": Style(hold_cut, (look_up,), "rows", padded=True, whole_sequence=True, kinds=("embedding",)),
     "embedding_colwise": Style(
-        hold_cut, (copy_inputs, join_output), "width", gathers=True, whole_sequence=True, kinds=("embedding", "bag")
+        hold_cut,
+        (copy_inputs, output("join", -1)),
+        "width",
+        gathers=True,
+        whole_sequence=True,
+        kinds=("embedding", "bag"),
     ),
     "heads": Style(hold_heads, (split_heads,), kinds=("attention",)),
     "vocabulary": Style(hold_cut, (split_vocabulary,), "outputs", padded=True, defers=True, whole_sequence=True),
     "replicated_with_grad_allreduce": Style(hold_shares, kinds=ANY),
     "mla_kv_a_proj": Style(steps=(sum_rotary,), whole_sequence=True),
-    "moe_tp_experts": _experts(steps=(copy_inputs, count_experts, sum_output)),
+    "moe_tp_experts": _experts(steps=(copy_inputs, count_experts, output("sum"))),
     "moe_colwise": _experts(steps=(copy_inputs,)),
-    "moe_rowwise": _experts(steps=(sum_output,)),
-    "moe_colwise_gather_output": _experts(steps=(copy_inputs, join_output)),
-    "moe_rowwise_split_input": _experts(steps=(split_input, sum_output)),
+    "moe_rowwise": _experts(steps=(output("sum"),)),
+    "moe_colwise_gather_output": _experts(steps=(copy_inputs, output("join", -1))),
+    "moe_rowwise_split_input": _experts(steps=(split_input, output("sum"))),
     "moe_identity_expert": _experts(steps=(share_input,)),
     "moe_shared_bias": Style(hold_shares, (divide_parameter,), kinds=("parameter",)),
-    "all_reduce": _experts(steps=(copy_inputs, sum_output)),
+    "all_reduce": _experts(steps=(copy_inputs, output("sum"))),
     "local_params": Style(kinds=ANY),
     "replicate": Style(kinds=ANY),
 }
