@@ -29,7 +29,7 @@ import zeromesh.parallel.head.logits  # it knows torch's functions by what they 
 from zeromesh.base.split import Held
 from zeromesh.parallel.follow.split_activation import RULES
 from zeromesh.parallel.tensor.derive import GATHERING, derive, published
-from zeromesh.parallel.tensor.tensor_plan import Plan, kind_of, matches, pattern_of
+from zeromesh.parallel.tensor.split_plan import Plan, kind_of, matches, pattern_of
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))

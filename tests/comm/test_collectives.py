@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from harness import on_ranks, run_ranks
 from zeromesh import Mesh
-from zeromesh.comm.mesh import AXES, Links
+from zeromesh.base.axes import AXES
+from zeromesh.comm.mesh import Links
 from zeromesh.comm.ordered_sums import SumPlace
 
 CPU = torch.device("cpu")

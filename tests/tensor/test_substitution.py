@@ -22,7 +22,8 @@ from zeromesh.base.tiled import tile_linears
 from zeromesh.parallel.pipeline.runtime.weight_gradients import postpone
 from zeromesh.parallel.tensor.derive import derive, heads_over_vocabulary
 from zeromesh.parallel.tensor.float8_layers import check_layers
-from zeromesh.parallel.tensor.tensor_plan import PlanRule, kind_of, parse, resolve
+from zeromesh.parallel.tensor.split_plan import PlanRule, kind_of
+from zeromesh.parallel.tensor.tensor_plan import parse, resolve
 from zeromesh.shard.tables.find_tables import find_tables
 
 LIMIT = 120
@@ -265,6 +266,8 @@ LOOKS = {
     "parallel/tensor/float8_layers.py": "asks",
     "parallel/tensor/derive.py": "asks",
     "parallel/tensor/split_model.py": "is given a plan",
+    "parallel/tensor/styles.py": "is given a plan",
+    "parallel/tensor/split_plan.py": "asks",
     "parallel/tensor/tensor_plan.py": "asks",
     "base/substitution.py": "answers",
     "base/linear_arithmetic.py": "answers",

@@ -10,7 +10,8 @@ from torch import nn
 from zeromesh.base.substitution import KNOWN
 from zeromesh.parallel.tensor import split_model as apply
 from zeromesh.parallel.tensor.derive import derive
-from zeromesh.parallel.tensor.tensor_plan import PlanRule, parse, resolve
+from zeromesh.parallel.tensor.split_plan import PlanRule
+from zeromesh.parallel.tensor.tensor_plan import parse, resolve
 
 WIDTH, HEADS, KEYS, HEAD = 32, 4, 2, 16
 QUERIES = HEADS * HEAD

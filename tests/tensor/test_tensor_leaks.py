@@ -23,7 +23,7 @@ from test_split_activation import X, on_ranks, part
 from zeromesh.parallel.follow.activation_parts import guard_functions
 from zeromesh.parallel.follow.split_activation import NeedsWhole, Sealed, whole
 from zeromesh.parallel.tensor.derive import derive
-from zeromesh.parallel.tensor.tensor_plan import PlanRule
+from zeromesh.parallel.tensor.split_plan import PlanRule
 
 WIDTH = 16
 Code = Callable[[Tensor], Any]

@@ -21,7 +21,8 @@ from unknown_modules import THIRDS, Decoder, NanoMLP
 from zeromesh.parallel.follow import traced_plan as trace
 from zeromesh.parallel.follow.imitation import left_as_they_are
 from zeromesh.parallel.tensor.derive import derive
-from zeromesh.parallel.tensor.tensor_plan import PlanRule, parse
+from zeromesh.parallel.tensor.split_plan import PlanRule
+from zeromesh.parallel.tensor.tensor_plan import parse
 
 C, R, G = (PlanRule(name) for name in ("colwise_parts", "rowwise_parts", "colwise_gather_output"))
 MASKS: dict[int, Tensor] = {}

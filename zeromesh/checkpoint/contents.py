@@ -145,7 +145,7 @@ def extra_state(sharded: ShardedModel) -> tuple[dict[str, Any], StoredTensors]:
 def _own_boxes(engine: RunState, read: bool, exclude_frozen: bool) -> Iterator[Box]:
     sharded = engine.sharded
     # Replicas write nothing twice: of each value, one rank is the writer.
-    if sharded.mesh.replicate.rank == 0:
+    if sharded.mesh.is_first_copy:
         for flat in filter(sharded.is_first, sharded.flats):
             if exclude_frozen and not flat.layout.trainable:
                 continue

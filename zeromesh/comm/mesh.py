@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from zeromesh.base.axes import AXES, data_size
 from zeromesh.base.words import counted
 from zeromesh.comm import local, trust, watchdog
 from zeromesh.comm.calls import compare_calls
@@ -26,8 +27,7 @@ _Shape = tuple[int, ...]
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, _Shape, _Shape], list[dist.ProcessGroup]]]
 _made = WeakKeyDictionary()
 
-AXES = ("replicate", "data", "pipeline", "context", "tensor", "expert")
-"""Axis names, outermost first. ``replicate`` is hybrid sharding: states are sharded over ``data``, copied over it."""
+_ORDER = tuple(AXES)
 
 
 @dataclass(frozen=True)
@@ -102,24 +102,23 @@ class Mesh:
         elif axes:
             members = _groups_of(self.device.type, tuple(self.sizes[axis] for axis in axes), self._order)
             groups |= {axis: self._make_group(axis, member) for axis, member in zip(axes, members, strict=True)}
-        groups["shard"] = groups["data"] if self.sizes["context"] == 1 else groups["context"]
-        if self.sizes["data"] > 1 and self.sizes["context"] > 1:
-            groups["shard"] = self._make_group("data+context", self._merged_group(("data", "context")))
-        groups["stage"] = groups["world"]
-        if self.sizes["pipeline"] > 1:
-            others = tuple(axis for axis in AXES if axis != "pipeline" and self.sizes[axis] > 1)
-            merged = self._merged_group(others) if len(others) > 1 else None
-            groups["stage"] = self._make_group("stage", merged) if len(others) != 1 else groups[others[0]]
+        sharding = [axis for axis in axes if AXES[axis].shards]
+        groups["shard"] = self._merged_group("+".join(sharding), sharding, groups) if sharding else groups["data"]
+        alike = [axis for axis in axes if not AXES[axis].layers]
+        groups["stage"] = groups["world"] if alike == axes else self._merged_group("stage", alike, groups)
         return groups
 
-    def _merged_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
-        """Return this rank's group along several axes at once."""
+    def _merged_group(self, name: str, axes: Sequence[str], groups: Mapping[str, Group]) -> Group:
+        """Return this rank's group along several axes at once, each of several ranks."""
+        if len(axes) < 2:
+            return groups[axes[0]] if axes else self._make_group(name, None)
         rest = [axis for axis in AXES if axis not in axes]
-        ranks = torch.tensor(self._order, device="cpu").view([self.sizes[axis] for axis in AXES])
-        order = ranks.permute([AXES.index(axis) for axis in (*rest, *axes)]).flatten().tolist()
+        ranks = torch.tensor(self._order, device="cpu").view([*self.sizes.values()])
+        order = ranks.permute([_ORDER.index(axis) for axis in (*rest, *axes)]).flatten().tolist()
         sizes = [self.sizes[axis] for axis in rest if self.sizes[axis] > 1]
         shape = (*sizes, prod(self.sizes[axis] for axis in axes))
-        return dist.group.WORLD if len(shape) == 1 else _groups_of(self.device.type, shape, tuple(order))[-1]
+        merged = dist.group.WORLD if len(shape) == 1 else _groups_of(self.device.type, shape, tuple(order))[-1]
+        return self._make_group(name, merged)
 
     @property
     def _order(self) -> _Shape:
@@ -144,8 +143,8 @@ class Mesh:
 
     def lines(self, axis: str) -> list[list[int]]:
         """Return all groups of ranks that differ along an axis only, each in the order of the axis."""
-        ranks = torch.tensor(self._order, device="cpu").view([self.sizes[a] for a in AXES])
-        rows: list[list[int]] = ranks.movedim(AXES.index(axis), -1).reshape(-1, self.sizes[axis]).tolist()
+        ranks = torch.tensor(self._order, device="cpu").view([*self.sizes.values()])
+        rows: list[list[int]] = ranks.movedim(_ORDER.index(axis), -1).reshape(-1, self.sizes[axis]).tolist()
         return rows
 
     def compare_calls(self) -> None:
@@ -172,7 +171,7 @@ class Mesh:
         name = f"{axis}/{count}"
         if name not in self._groups:
             shape = [part for a in AXES for part in ((size // count, count) if a == axis else (self.sizes[a],))]
-            place = sum(1 for a in AXES[: AXES.index(axis)] if self.sizes[a] > 1) + (size > count)
+            place = sum(1 for a in _ORDER[: _ORDER.index(axis)] if self.sizes[a] > 1) + (size > count)
             members = _groups_of(self.device.type, tuple(part for part in shape if part > 1), self._order)
             self._groups[name] = self._make_group(name, members[place])
         return self._groups[name]
@@ -190,23 +189,41 @@ class Mesh:
 
     @property
     def replicate(self) -> Group:
-        """Ranks that hold copies of this rank's shards."""
+        """Ranks that hold copies of this rank's shards, of other samples."""
         return self._groups["replicate"]
+
+    @property
+    def copies(self) -> list[Group]:
+        """Along each axis whose ranks hold the same shards, these ranks."""
+        return [self._groups[axis] for axis, role in AXES.items() if role.copies]
+
+    @property
+    def is_first_copy(self) -> bool:
+        """True if this rank counts and saves its shards: no rank before it holds copies of them."""
+        return all(group.rank == 0 for group in self.copies)
+
+    @property
+    def same_rows(self) -> list[Group]:
+        """Along each axis whose ranks hold the same of what is not split, these ranks."""
+        return [self._groups[axis] for axis, role in AXES.items() if role.same_rows]
 
     @property
     def data_size(self) -> int:
         """Number of shares of the global batch."""
-        return self.sizes["replicate"] * self.sizes["data"]
+        return data_size(self.sizes)
 
     @property
     def data_rank(self) -> int:
         """Index of the share of the global batch that this rank feeds."""
-        return self.replicate.rank * self.sizes["data"] + self.group("data").rank
+        rank = 0
+        for axis, role in AXES.items():
+            rank = rank * self.sizes[axis] + self._groups[axis].rank if role.samples else rank
+        return rank
 
     @property
     def gradients(self) -> int:
         """Number of ranks whose gradients are averaged: those with other samples, or parts of a sequence."""
-        return self.data_size * self.sizes["context"]
+        return prod(self.sizes[axis] for axis, role in AXES.items() if role.averaged)
 
 
 def _groups_of(device_type: str, shape: _Shape, order: _Shape) -> list[dist.ProcessGroup]:

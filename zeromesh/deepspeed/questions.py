@@ -84,7 +84,7 @@ QUESTIONS: dict[str, Callable[[Engine], Any]] = {
     "get_wall_clock_timers": _times,
     "is_first_stage": lambda engine: engine.mesh.group("pipeline").rank == 0,
     "is_last_stage": lambda engine: engine.mesh.group("pipeline").rank == engine.mesh.sizes["pipeline"] - 1,
-    "is_first_weights_partition_group": lambda engine: engine.mesh.replicate.rank == 0,
+    "is_first_weights_partition_group": lambda engine: engine.mesh.is_first_copy,
     **dict.fromkeys(("is_deepcompile_enabled", "is_deepcompile_active"), lambda engine: False),
     **dict.fromkeys(("_backward_prologue", "_backward_epilogue"), lambda engine: None),
     "empty_partition_cache": lambda engine: engine.sharded.rest(),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from zeromesh.base.axes import AXES
 from zeromesh.base.chain import Chain
 from zeromesh.base.containers import map_tensors, moved
 from zeromesh.base.dtypes import explaining
@@ -48,7 +49,7 @@ class Computation:
         self._precision, self._observer, self._loss_fn = precision, observer, loss_fn
         self._sizes, self._explain = sizes, explain
         self.curriculum = curriculum  # None: samples are used as they are
-        self._sharing = [axis for axis in ("tensor", "context") if self._mesh.sizes[axis] > 1]
+        self._sharing = [axis for axis, role in AXES.items() if role.same_loss and self._mesh.sizes[axis] > 1]
         self._has_stages = self._mesh.sizes["pipeline"] > 1
         self._has_compared = False
 

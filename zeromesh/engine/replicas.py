@@ -35,7 +35,9 @@ def require_equal_replicas(sharded: ShardedModel, when: str) -> None:
     """
     mesh = sharded.mesh
     # What is gathered after each update is compared where it is whole, which finds a faulty gather, too.
-    differences = [*_differences(mesh.shard, _whole(sharded)), *_differences(mesh.replicate, _kept(sharded))]
+    differences = [*_differences(mesh.shard, _whole(sharded))]
+    for copies in mesh.copies:
+        differences += _differences(copies, _kept(sharded))
     world = mesh.group("world")
     # One number first: that all is well costs no texts.
     if not bool(world.exchange(torch.tensor([float(bool(differences))], dtype=torch.float64)).any()):

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial, reduce
+from itertools import chain
 from math import isfinite
 from operator import or_
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim import Optimizer
 
+from zeromesh.base.axes import AXES
 from zeromesh.base.placement import Placement, Tier
 from zeromesh.base.spans import span
 from zeromesh.comm.stragglers import Stragglers
@@ -198,7 +200,8 @@ class Update:
         precision = self._config.precision
         limit = SAME_LOSS if precision.compute is None and precision.autocast is None else SAME_LOSS_16_BIT
         losses, inputs = agreement.notes[:, 1].tolist(), agreement.notes[:, 3].tolist()
-        for ranks in (*self._mesh.lines("tensor"), *self._mesh.lines("context")):
+        shared = [axis for axis, role in AXES.items() if role.same_loss and self._mesh.sizes[axis] > 1]
+        for ranks in chain.from_iterable(map(self._mesh.lines, shared)):
             try:
                 require_same_inputs(ranks, [inputs[rank] for rank in ranks])
             except ValueError:

@@ -22,6 +22,7 @@ from torch import nn
 
 from zeromesh.apps.verify.plain_tables import PlainTables
 from zeromesh.apps.verify.rows import SampleRows
+from zeromesh.base.axes import data_size
 from zeromesh.base.chain import Chain
 from zeromesh.base.containers import map_tensors, moved
 from zeromesh.base.dtypes import dtypes, explaining, kept_layers
@@ -75,7 +76,7 @@ class Trial:
     @property
     def shares(self) -> int:
         """Parts of the global batch."""
-        return self.sizes["replicate"] * self.sizes["data"]
+        return data_size(self.sizes)
 
     def model(self, path: Path) -> nn.Module:
         """Return a new copy of the model, in training mode and the dtype of this trial."""

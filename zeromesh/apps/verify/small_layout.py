@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from zeromesh.base.axes import data_size
 from zeromesh.base.words import counted
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
@@ -99,7 +100,7 @@ def small_layout(settings: Settings, ranks: int | None) -> SmallLayout:
     if needed > 1 and prod(sizes.values()) != needed and asked["data"] != -1:
         changes.append(f"ranks {needed} -> {prod(sizes.values())}")
     stages = sizes["pipeline"]
-    data = sizes["replicate"] * sizes["data"]
+    data = data_size(sizes)
     micro, rows = _batch(settings, data)
     fewer = min(micro, max(MOST_MICRO_BATCHES, 2 * stages) // stages * stages)
     if fewer != micro:
@@ -124,7 +125,7 @@ def _fitted(settings: Settings, ranks: int | None, needed: int, most: int) -> di
     if not meshes:
         return settings.resolve_mesh(needed)  # raises what is wrong with it
     # Ranks with different samples, if there may be any: else nothing is reduced over them.
-    return next((sizes for sizes in meshes if sizes["replicate"] * sizes["data"] > 1), meshes[0])
+    return next((sizes for sizes in meshes if data_size(sizes) > 1), meshes[0])
 
 
 def _with_data(settings: Settings, size: int) -> Settings:

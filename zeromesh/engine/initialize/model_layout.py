@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from zeromesh.base.axes import AXES
 from zeromesh.base.keras_layers import layers_of
 from zeromesh.base.precision import Precision
 from zeromesh.base.quantized_layers import layers
@@ -22,7 +23,7 @@ from zeromesh.comm.message_formats import FORMATS
 from zeromesh.engine.batches import loss_of
 from zeromesh.parallel.tensor.derive import derive
 from zeromesh.parallel.tensor.sequence import Stack, find_stacks
-from zeromesh.parallel.tensor.tensor_plan import SplitPlan as SplitPlan
+from zeromesh.parallel.tensor.split_plan import SplitPlan as SplitPlan
 from zeromesh.parallel.tensor.tensor_plan import as_json, parse, resolve
 from zeromesh.shard.tables.find_tables import find_tables
 
@@ -103,7 +104,7 @@ def split_plan(
 
 def refuse_axes(model: nn.Module, mesh: Mesh) -> None:
     """Raise ValueError if ranks would share one copy of a model of Keras, whose layers are not split."""
-    wanted = [f"{axis} = {mesh.sizes[axis]}" for axis in ("tensor", "context", "pipeline") if mesh.sizes[axis] > 1]
+    wanted = [f"{axis} = {mesh.sizes[axis]}" for axis, role in AXES.items() if role.splits and mesh.sizes[axis] > 1]
     if wanted and (layer := next(layers_of(model), None)) is not None:
         raise ValueError(
             f"the mesh has {' and '.join(wanted)}, and {type(layer).__name__} is of Keras, whose layers are not split: "

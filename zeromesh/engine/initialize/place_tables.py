@@ -19,7 +19,7 @@ from zeromesh.shard.tables.tables import TableSettings
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved
     from zeromesh.engine.pipelined import Pipelined
-    from zeromesh.parallel.tensor.tensor_plan import SplitPlan
+    from zeromesh.parallel.tensor.split_plan import SplitPlan
 
 _log = logging.getLogger("zeromesh")
 

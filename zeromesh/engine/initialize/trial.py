@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from zeromesh.base.axes import shard_size
 from zeromesh.engine.initialize.optimizer_setup import parameter_groups, try_optimizer
 from zeromesh.engine.initialize.step_results import cuts_parameters
 from zeromesh.engine.pipelined import Pipelined
@@ -35,6 +36,6 @@ def try_out(model: nn.Module, settings: Resolved, sizes: Mapping[str, int]) -> N
         # A real mesh needs running ranks; the cut asks only for sizes and for this rank's place.
         mesh: Any = SimpleNamespace(sizes=sizes, group=lambda axis: SimpleNamespace(size=sizes[axis], rank=0))
         Pipelined(model, mesh, settings.pipeline, settings.gradient_accumulation_steps, blocks)
-    cuts = cuts_parameters(settings, sizes["data"] * sizes["context"], ranks)
+    cuts = cuts_parameters(settings, shard_size(sizes), ranks)
     if groups := list(parameter_groups(model, None)):  # none of a model that is frozen
         try_optimizer(model, settings, groups, cuts)

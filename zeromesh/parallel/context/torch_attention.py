@@ -18,7 +18,7 @@ from zeromesh.parallel.context.applied import SpreadSequences, named_arguments, 
 from zeromesh.parallel.follow.split_activation import SplitActivation
 from zeromesh.parallel.follow.token_check import Following, TokenCheck, alone
 from zeromesh.parallel.follow.tokens import MixesTokens, OfLabels
-from zeromesh.parallel.tensor.tensor_plan import matches
+from zeromesh.parallel.tensor.split_plan import matches
 
 # Layers of torch that mix positions in their own way.
 _MIXING: dict[type[nn.Module], str] = {

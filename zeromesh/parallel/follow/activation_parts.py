@@ -26,7 +26,7 @@ from zeromesh.parallel.follow.split_activation import (
 )
 from zeromesh.parallel.follow.split_rules import as_split
 from zeromesh.parallel.tensor.operators import move
-from zeromesh.parallel.tensor.tensor_plan import CONTAINERS, Member, SplitPlan
+from zeromesh.parallel.tensor.split_plan import CONTAINERS, Member, SplitPlan
 
 
 class LeavingParts:
@@ -36,7 +36,7 @@ class LeavingParts:
         self._size, self._axis = split.size, axis
         self._sections, self._sources = member.rule.sections or (split.size,), frozenset([member.name])
         self._padded = split.size < split.length * axis.size
-        self._keeps = member.style.after == "part" and not self._padded
+        self._keeps = member.style.follows and not self._padded
 
     def __call__(self, y: Tensor, at_once: bool) -> Tensor:
         """Return the whole, or this rank's part in its place."""
@@ -81,7 +81,7 @@ def join_parts(
     resolved: SplitPlan, modules: dict[str, nn.Module], blocks: Collection[str], ends: Iterable[str]
 ) -> None:
     """Let no part of an activation leave the block around the layer that gives it, nor reach other split modules."""
-    layers = [member.name for member in resolved.members if member.style.after == "part"]
+    layers = [member.name for member in resolved.members if member.style.follows and member.style.cut == "outputs"]
     if not layers:
         return
     guard_functions({type(module) for module in modules.values() if not of_library(module)})

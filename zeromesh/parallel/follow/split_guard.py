@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeromesh.parallel.tensor.tensor_plan import Member, SplitPlan
+from zeromesh.parallel.tensor.split_plan import Member, SplitPlan
 
 # In the first pass in which gradients are computed, autograd's graph is walked from the input of the layer that is
 # split by rows back to what was split. On the way nothing may be computed over the whole split dim, of which a rank has

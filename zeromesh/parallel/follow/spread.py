@@ -18,7 +18,7 @@ from zeromesh.parallel.follow.tokens import MixesTokens
 from zeromesh.parallel.tensor.operators import move
 from zeromesh.parallel.tensor.random_streams import RandomStreams
 from zeromesh.parallel.tensor.sequence import Stack
-from zeromesh.parallel.tensor.tensor_plan import SplitPlan
+from zeromesh.parallel.tensor.split_plan import SplitPlan
 
 Place = int | str  # of an argument: its number, or its name
 
@@ -162,7 +162,7 @@ def check_of(model: nn.Module, resolved: SplitPlan, stacks: Sequence[Stack], ran
             if member.parameter is None and stack.spreads(member.name):
                 if member.rule.style == "heads":
                     check.replace(member.name, partial(_with_whole, check, member.name), True)
-                elif member.kind == "linear" and member.style.before == "enter":
+                elif member.kind == "linear" and member.style.cut == "outputs":
                     check.replace(member.name, _opened)
                 elif member.kind == "linear" and member.style.cut == "inputs":
                     check.replace(member.name, _closed)

@@ -17,7 +17,7 @@ from zeromesh.parallel.follow.imitation import WithoutMemory, dry, dtype_of, imi
 from zeromesh.parallel.follow.samples import ModelInput, guesses_of, samples_of
 from zeromesh.parallel.follow.split_activation import Axis, NeedsWhole, SplitActivation, SplitDim, part_of, whole
 from zeromesh.parallel.follow.split_rules import as_split
-from zeromesh.parallel.tensor.tensor_plan import PlanRule, pattern_of
+from zeromesh.parallel.tensor.split_plan import PlanRule, pattern_of
 
 # A layer that is given a whole activation is split by columns, and its output stays a part as long as rules allow; one
 # that is given a part is split by rows. Only the number of bytes depends on these choices, and never the result, so

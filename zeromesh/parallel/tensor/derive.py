@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 from torch.nn.functional import gelu, relu
 
+from zeromesh.base import model_names
 from zeromesh.base.substitution import computes_as, has_hooks, is_adapted, is_as_written, is_known, runs_another_forward
 from zeromesh.parallel.follow.samples import ModelInput
 from zeromesh.parallel.follow.traced_plan import traced_plan
@@ -23,30 +23,14 @@ from zeromesh.parallel.tensor.published import (
     outputs_of,
     published,
 )
+from zeromesh.parallel.tensor.split_plan import CONTAINERS, Plan, PlanRule, base_of, kind_of, pattern_of
 from zeromesh.parallel.tensor.styles import STYLES
-from zeromesh.parallel.tensor.tensor_plan import CONTAINERS, OF_KEYS, Plan, PlanRule, base_of, kind_of, pattern_of
 
 # In classes of transformers, attention and MLPs are found by the names of their layers and by shapes that fit: layers
 # that are split by columns, and one split by rows that reads what was made of them. Where something stands in between
 # that looks at all of the split dim, such as a norm over all heads, each layer is split by itself, and activations are
 # gathered. In other classes, and for such layers and those that names leave in blocks, the forward is traced
 # (``parallel/follow/traced_plan.py``). What is split in neither way stays whole.
-
-# Names of layers that are split by rows.
-_OUTPUT = re.compile(
-    r"^(o|wo|w2|o_proj|out_proj|c_proj|dense|out_lin|out|proj|proj_out|attn_out|dense_4h_to_h|down_proj|fc2|fc_out|"
-    r"fc_proj|lin2|Wo|attention_out|ffn_output|linear2|linear_2|ff2|output|output_linear|c_out|proj_2|layer_2|"
-    r"conv_shortcut|dense_2|fc_2|down)$"
-)
-# Modules with columns -> the layer, beside them in the same parent, that is split by rows.
-_PAIRS = (
-    (re.compile(r"(^|\.)attention\.(self|attention|attn)$"), "output.dense"),
-    (re.compile(r"(^|\.)intermediate$"), "output.dense"),
-    (re.compile(r"(^|\.)w_in$"), "w_out"),
-)
-_INTERLEAVED = "query_key_value"  # fused layers in which queries, keys and values of a head or a group lie together
-# Classes of attention whose forward counts on all heads: in fused weights cut for eight TPUs, or in shapes.
-_ALL_HEADS = re.compile(r"^(CodeGen|TrOCR)Attention")
 
 LOCAL = ("colwise", "packed_colwise", "rowwise")  # activations between layers of these styles are split
 Rules = Iterator[tuple[str, PlanRule]]
@@ -242,9 +226,9 @@ def _regions(name: str, module: nn.Module, modules: Mapping[str, nn.Module], con
         return
     path = f"{name}." if name else ""
     layers = {child: m for child, m in module.named_children() if kind_of(base_of(m)) == "linear"}
-    outputs = [child for child in layers if _OUTPUT.match(child)]
+    outputs = [child for child in layers if model_names.OUTPUTS.match(child)]
     row: str | None = None
-    for pattern, beside in _PAIRS:
+    for pattern, beside in model_names.PAIRS:
         parent = name.rpartition(".")[0]
         if pattern.search(name) and f"{parent}.{beside}" in modules:
             row, outputs = f"{parent}.{beside}", []
@@ -257,9 +241,9 @@ def _regions(name: str, module: nn.Module, modules: Mapping[str, nn.Module], con
     if row is None or not columns or not name:
         return
     width, heads = inputs_of(modules[row]), heads_of(module, config)
-    if heads is not None and "kv_b_proj" in columns:
+    if heads is not None and model_names.LATENT in columns:
         yield from _latent(path, module, columns, row, heads)
-    elif _ALL_HEADS.match(type(module).__name__):
+    elif model_names.ALL_HEADS.match(type(module).__name__):
         yield from _each(path, columns, row)
     elif heads is not None and heads.queries * heads.width == width:
         few = heads.queries < ranks  # as in the first stages of pyramids
@@ -278,15 +262,15 @@ def _is_elementwise(module: nn.Module) -> bool:
 
 def _latent(path: str, module: nn.Module, columns: Mapping[str, nn.Module], row: str, heads: Heads) -> Rules:
     """Yield rules for attention with keys and values from a narrow activation (DeepSeek-AI, "DeepSeek-V2", 2024)."""
-    latent, rotary = inputs_of(columns["kv_b_proj"]), getattr(module, "qk_rope_head_dim", 0)
+    latent, rotary = inputs_of(columns[model_names.LATENT]), getattr(module, model_names.ROTARY_WIDTH, 0)
     rules: dict[str, PlanRule] = {}
     for child, layer in columns.items():
         size = outputs_of(layer)
         if child.startswith("kv_a") and size == latent + rotary:
             rules[path + child] = PlanRule("mla_kv_a_proj")
-        elif child in ("q_proj", "q_b_proj", "kv_b_proj", "g_proj") and size % heads.queries == 0:
+        elif child in model_names.LATENT_COLUMNS and size % heads.queries == 0:
             rules[path + child] = PlanRule("colwise", block=size // heads.queries)
-    names = {*columns, row.removeprefix(path), "q_a_layernorm", "kv_a_layernorm"}
+    names = {*columns, row.removeprefix(path), *model_names.LATENT_NORMS}
     others = [child for child, m in module.named_children() if child not in names and any(True for _ in m.parameters())]
     known_all = columns.keys() - {"q_a_proj"} == {child.removeprefix(path) for child in rules}
     narrow = any(rule.style == "mla_kv_a_proj" for rule in rules.values())
@@ -301,12 +285,14 @@ def _attention(path: str, module: nn.Module, columns: Mapping[str, nn.Module], r
     q, k = heads.queries * heads.width, heads.keys * heads.width
     rules: dict[str, PlanRule] = {}
     # Where keys have a layer of their own, what is as large as a fused weight are queries with gates.
-    is_fused = not any(OF_KEYS.match(child) for child in columns)
+    is_fused = not any(model_names.OF_KEYS.match(child) for child in columns)
     for child, layer in columns.items():
         size = outputs_of(layer)
         if size in (q, k):
             rules[path + child] = PlanRule("colwise", block=heads.width)
-        elif is_fused and size == q + 2 * k and child == _INTERLEAVED and heads.keys > 1:  # else both layouts are one
+        elif (
+            is_fused and size == q + 2 * k and child == model_names.INTERLEAVED and heads.keys > 1
+        ):  # else both layouts are one
             rules[path + child] = PlanRule("colwise", block=size // heads.keys)
         elif is_fused and size == q + 2 * k:
             rules[path + child] = PlanRule("packed_colwise", (q, k, k), heads.width)

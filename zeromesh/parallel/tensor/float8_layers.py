@@ -21,7 +21,7 @@ from zeromesh.comm.mesh import Mesh
 
 if TYPE_CHECKING:
     from zeromesh.comm.collectives import Group
-    from zeromesh.parallel.tensor.tensor_plan import SplitPlan
+    from zeromesh.parallel.tensor.split_plan import SplitPlan
 
 _log = logging.getLogger("zeromesh")
 
@@ -144,7 +144,7 @@ def _unread(model: nn.Module, split: SplitPlan | None) -> set[str]:
     attentions = [name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
     names = {f"{name}.out_proj" for name in attentions}
     if split is not None:
-        names |= {member.name for member in split.members if member.style.after == "logits"}
+        names |= {member.name for member in split.members if member.style.defers}
     return names
 
 

@@ -1,4 +1,4 @@
-"""Names of the numbers of heads in attention modules, found and changed where heads are split."""
+"""Numbers of heads in attention modules, found and changed where heads are split."""
 
 from __future__ import annotations
 
@@ -8,17 +8,7 @@ from typing import Any
 
 from torch import nn
 
-QUERIES = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads", "attention_heads", "heads")
-KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv", "kv_heads", "num_k_heads", "num_kv")
-WIDTHS = (
-    "head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_per_head", "attn_head_size", "dim_head",
-    "width",
-)  # fmt: skip
-# The width of all heads together.
-TOTALS = ("all_head_size", "embed_dim", "inner_dim", "hidden_size", "split_size", "dim", "attn_dim", "q_size")
-KEY_TOTALS = ("kv_dim", "kv_size", "num_key_value_size")
-GROUPS = ("num_key_value_groups", "n_rep", "num_queries_per_kv", "num_groups")  # query heads for each key head
-EXPERT_WIDTH = "ffn_hidden_size"  # rows of one expert in the weight of all experts
+from zeromesh.base import model_names
 
 
 @dataclass(frozen=True)
@@ -34,21 +24,21 @@ def heads_of(module: nn.Module, config: Any = None) -> Heads | None:
     """Return the heads of a module that computes attention by itself; None if it does not look like one."""
     said = [module, getattr(module, "config", None), config]
     # The module itself must name heads or a width: the configuration does so for every module of the model.
-    width = first_number([module], WIDTHS)
-    queries = first_number([module], QUERIES)
+    width = first_number([module], model_names.WIDTHS)
+    queries = first_number([module], model_names.QUERIES)
     if width is None and queries is None:
         return None
-    queries = queries or first_number(said, QUERIES)
+    queries = queries or first_number(said, model_names.QUERIES)
     if queries is None:
         return None
-    total = first_number([module], TOTALS)
-    width = width or (total // queries if total else None) or first_number(said, WIDTHS)
+    total = first_number([module], model_names.TOTALS)
+    width = width or (total // queries if total else None) or first_number(said, model_names.WIDTHS)
     if width is None:
-        total = first_number(said, ("hidden_size", "d_model", "n_embd"))
+        total = first_number(said, model_names.MODEL_WIDTHS)
         width = total // queries if total else None
-    keys = 1 if getattr(module, "multi_query", False) is True else first_number(said, KEYS)
+    keys = 1 if getattr(module, "multi_query", False) is True else first_number(said, model_names.KEYS)
     if getattr(module, "new_decoder_architecture", False):
-        keys = first_number(said, KEYS)
+        keys = first_number(said, model_names.KEYS)
     return None if width is None else Heads(queries, min(keys or queries, queries), width)
 
 
@@ -66,11 +56,11 @@ def take_part(module: nn.Module, heads: Heads, ranks: int) -> None:
     """Let a module count the heads of one rank where it counted all; ``ranks`` divide those of queries."""
     queries, keys = heads.queries // ranks, max(1, heads.keys // ranks)
     changes = [
-        (QUERIES, heads.queries, queries),
-        (KEYS, heads.keys, keys),
-        (TOTALS, heads.queries * heads.width, queries * heads.width),
-        (KEY_TOTALS, heads.keys * heads.width, keys * heads.width),
-        (GROUPS, heads.queries // heads.keys, queries // keys),
+        (model_names.QUERIES, heads.queries, queries),
+        (model_names.KEYS, heads.keys, keys),
+        (model_names.TOTALS, heads.queries * heads.width, queries * heads.width),
+        (model_names.KEY_TOTALS, heads.keys * heads.width, keys * heads.width),
+        (model_names.GROUPS, heads.queries // heads.keys, queries // keys),
     ]
     for names, total, part in changes:
         for name in names:
@@ -86,8 +76,8 @@ def take_part(module: nn.Module, heads: Heads, ranks: int) -> None:
 def take_part_of_experts(module: nn.Module, ranks: int) -> None:
     """Let experts whose matrices are the rows of one weight (DBRX) count the rows of one rank of each."""
     for inner in module.modules():
-        if EXPERT_WIDTH in vars(inner):
-            setattr(inner, EXPERT_WIDTH, vars(inner)[EXPERT_WIDTH] // ranks)
+        if model_names.EXPERT_WIDTH in vars(inner):
+            setattr(inner, model_names.EXPERT_WIDTH, vars(inner)[model_names.EXPERT_WIDTH] // ranks)
 
 
 class _Config:

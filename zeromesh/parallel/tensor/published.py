@@ -8,8 +8,9 @@ from torch import nn
 
 from zeromesh.base.linear_arithmetic import is_transposed
 from zeromesh.base.substitution import KNOWN, is_as_written
+from zeromesh.parallel.tensor.split_plan import Plan, PlanRule, base_of, kind_of, pattern_of
 from zeromesh.parallel.tensor.styles import STYLES
-from zeromesh.parallel.tensor.tensor_plan import PLAIN_PARTS, Plan, PlanRule, base_of, kind_of, parse, pattern_of
+from zeromesh.parallel.tensor.tensor_plan import parse
 
 GATHERING = ("colwise_gather_output", "rowwise_split_input")
 SHARED = PlanRule("replicated_with_grad_allreduce")
@@ -39,7 +40,7 @@ def _as_far_as_known(plan: Plan, modules: Mapping[str, nn.Module]) -> dict[str, 
     rules = {name: rule for name, rule in plan.items() if _fits(rule, modules.get(name))}
     containers: dict[str, set[bool]] = {}  # with rules between which activations are parts: has it columns, or rows
     for name, rule in plan.items():
-        if rule.style in PLAIN_PARTS:
+        if STYLES[rule.style].plain:
             containers.setdefault(name.rpartition(".")[0], set()).add("rowwise" in rule.style)
     for name, sides in containers.items():
         around = name if len(sides) == 2 else name.rpartition(".")[0]
@@ -64,7 +65,7 @@ def completed(name: str, module: nn.Module, plan: Plan, region: Plan) -> dict[st
     rules = {child: plan[f"{name}.{child}"] for child, _ in module.named_children() if f"{name}.{child}" in plan}
     widths, rows = set(), 0
     for child, layer in module.named_children():
-        if kind_of(base_of(layer)) == "linear" and child in rules and rules[child].style in PLAIN_PARTS:
+        if kind_of(base_of(layer)) == "linear" and child in rules and STYLES[rules[child].style].plain:
             by_rows = rules[child].style == "rowwise"
             rows += by_rows
             widths.add(inputs_of(layer) if by_rows else outputs_of(layer))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from zeromesh.base.split import Held
-from zeromesh.parallel.tensor.tensor_plan import SplitPlan
+from zeromesh.parallel.tensor.split_plan import SplitPlan
 
 # Norms, dropout and residuals of a block then take 1/ranks of the memory, and the all-reduces before and after split
 # parts become gathers and scatters, which move the same bytes. The sequence is spread where the first block of a list
@@ -81,10 +81,7 @@ def _whole(name: str, module: nn.Module, resolved: SplitPlan, is_block: bool) ->
     # Norms are of each token alone, and so can be of a part of the sequence.
     norms = {path for path, m in unsplit.items() if any("norm" in kind.__name__.lower() for kind in type(m).__mro__)}
     odd = [path for path, m in unsplit.items() if next(m.parameters(), None) is not None and path not in norms]
-    apart = any(
-        m.kind == "module" or m.style.after not in (None, "leave") or m.style.before in ("split", "part")
-        for m in direct
-    )
+    apart = any(m.kind == "module" or m.style.whole_sequence for m in direct)
     mixes = not is_block and (odd or next(module.parameters(recurse=False), None) is not None)
     # An adapter has a factor that is not split, and reads what its layer reads.
     adapted = any(member.container == name and member not in direct for member in resolved.members)

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
+from zeromesh.base.in_place import version
 from zeromesh.base.linear_arithmetic import Columns, Product, Ticket, WeightGradient, is_keeping
 from zeromesh.comm.collectives import Group, Pending
+from zeromesh.parallel.follow.split_guard import Apart
+from zeromesh.parallel.follow.spread import sequence_dim
+from zeromesh.parallel.head.logits import Using
 from zeromesh.parallel.tensor.operators import move, scatter
+from zeromesh.parallel.tensor.random_streams import RandomStreams
+from zeromesh.parallel.tensor.sequence import Stack
 
 Layer = Callable[[Tensor], Tensor]
 """Layer split by columns, for one pass through an entry: ``(..., inputs)`` to ``(..., part of the outputs)``."""
@@ -55,6 +63,78 @@ def leave(partial: Tensor, bias: Tensor | None, group: Group, tag: int, dim: int
     # which is summed over the ranks later, as that of every parameter that is used on parts of the sequence.
     total = move(partial, "sum", group, tag) if dim is None else move(partial, "scatter", group, tag, dim)
     return total if bias is None else total + bias
+
+
+@dataclass(frozen=True)
+class SplitPlace:
+    """Arguments of ``apply`` that hooks need, and the random numbers of this rank."""
+
+    group: Group
+    streams: RandomStreams
+    stacks: tuple[Stack, ...]
+    using: Using
+
+    def spreads(self, name: str) -> bool:
+        """Return whether a module reads, or gives, a part of the sequence."""
+        return any(stack.spreads(name) for stack in self.stacks)
+
+
+class Entrance:
+    """Entrance of an activation into the layers of one module that are split by columns."""
+
+    # Which columns read the same activation is seen when they are called: all that are children of one module and are
+    # given the very same tensor share one entry, so the gradient of that activation is summed once.
+
+    def __init__(self, place: SplitPlace, tag: int, separates: bool, spread: bool, opens: bool, name: str) -> None:
+        self.layers: list[Callable[[], Columns]] = []  # by number, this rank's part of each
+        self.spread = spread
+        # Random numbers drawn inside are each rank's own if it separates; it opens if the layers gather a spread
+        # sequence themselves, and not the module around them.
+        self._place, self._tag, self._separates, self._opens = place, tag, separates, opens
+        self.ranks = place.group.size
+        self._apart = Apart(name)
+        self._key: tuple[Any, int] | None = None
+        self._entered: Tensor | None = None
+        self._columns: list[Columns] = []  # with which the layers of this pass were made
+        self._ready: list[Layer] = []
+        self._waiting: set[int] = set()
+
+    def admit(self, x: Tensor, index: int, training: bool) -> tuple[Tensor, Layer | None]:
+        """Return the activation that layer ``index`` reads, and the layer for this pass if gradients are computed."""
+        if self._separates and training:
+            self._place.streams.separate()
+        # The same object that was written to since is another activation.
+        same_activation = self._key is not None and self._key[0]() is x and self._key[1] == version(x)
+        if not same_activation or index not in self._waiting:
+            self._enter(x, self.spread and self._opens)
+            self._key = ref(x), version(x)
+        assert self._entered is not None
+        # A weight that functional_call gives the layer for this call is another one.
+        same = bool(self._ready) and self.layers[index]().weight is self._columns[index].weight
+        entered, layer = self._entered, self._ready[index] if same else None
+        self._waiting.discard(index)
+        if not self._waiting:
+            self.forget()
+        return entered, layer
+
+    def open(self, x: Tensor) -> Tensor:
+        """Gather the activation of which this rank has a part, for the layers inside."""
+        self._enter(x, True)
+        assert self._entered is not None
+        self._key = ref(self._entered), version(self._entered)
+        return self._entered
+
+    def _enter(self, x: Tensor, spread: bool) -> None:
+        self._columns = columns = [columns() for columns in self.layers]
+        dim = sequence_dim(x) if spread else None
+        if dim is not None:
+            self._apart.check(x, dim)
+        self._entered, self._ready = enter(x, columns, self._place.group, self._tag, dim)
+        self._waiting = set(range(len(self.layers)))
+
+    def forget(self) -> None:
+        """Forget the activation that entered last: no other layer is to read it."""
+        self._key, self._entered, self._columns, self._ready, self._waiting = None, None, [], [], set()
 
 
 class _Passage:

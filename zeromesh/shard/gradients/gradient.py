@@ -194,7 +194,7 @@ class Gradient:
 
     def counted_values(self, mesh: Mesh, index: int | None = None) -> Iterator[torch.Tensor]:
         """Yield the values of the shard that this rank alone counts, 1-D; of one parameter if ``index`` is one."""
-        if mesh.replicate.rank > 0:
+        if not mesh.is_first_copy:
             return
         assert self.shard is not None
         part = slice(0, self.shard.numel()) if index is None else self.part(index)
@@ -219,7 +219,7 @@ class Gradient:
         """Keep the sum on the first of the ranks that hold copies of it and zero the others, before more is added."""
         if self.shard is None:
             return
-        if mesh.replicate.rank > 0 or not self.is_first:
+        if not mesh.is_first_copy or not self.is_first:
             self.shard.zero_()
         for ranges in self.shared.values():
             for start, stop, first in ranges:

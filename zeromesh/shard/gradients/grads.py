@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from zeromesh.base.axes import AXES
 from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.gradients.accumulation import Accumulation
 from zeromesh.shard.gradients.gradient import Gradient, GradientArrival
@@ -24,7 +25,6 @@ PLAIN_GRAD: Any = torch._C.TensorBase.grad
 PLAIN_DATA: Any = torch._C.TensorBase.data
 
 # Mesh axes along which a gradient is not final before the update, or is a part of the model's.
-SPREAD_AXES = ("replicate", "tensor", "pipeline")
 
 
 class UnavailableGradient(Absent):
@@ -60,7 +60,7 @@ class Grads:
         self._reducer = reducer
         self._accumulation = accumulation
         self._mesh = mesh
-        self._spread = ", ".join(axis for axis in SPREAD_AXES if mesh.sizes[axis] > 1)
+        self._spread = ", ".join(axis for axis, role in AXES.items() if not role.shards and mesh.sizes[axis] > 1)
         self._settle = settle  # drops what a backward has left that the user called and that raised
         self._early = early
         self._classes: dict[type, type[nn.Parameter]] = {}

@@ -111,12 +111,12 @@ class RowGradient:
     def count_once(self, mesh: Mesh) -> None:
         """Turn the sum into a gradient of the first rank that has copies of the rows, to which more is added."""
         if self.state is GradientState.SUMMED:
-            self._arrived = [(self.ids + self._first, self.summed)] if mesh.replicate.rank == 0 else []
+            self._arrived = [(self.ids + self._first, self.summed)] if mesh.is_first_copy else []
             self.state, self._reopened = GradientState.LOCAL, True
 
     def counted_values(self, mesh: Mesh, index: int | None = None) -> Iterator[torch.Tensor]:
         """Yield the summed gradient, 1-D, on the first of the ranks that hold copies of the rows."""
-        if mesh.replicate.rank == mesh.group("tensor").rank == 0 and self.summed.numel():
+        if all(group.rank == 0 for group in mesh.same_rows) and self.summed.numel():
             yield self.summed.reshape(-1)
 
     def not_finite(self) -> str | None:
@@ -222,7 +222,7 @@ class Table:
                 swap(group, tag, sends, receives, "table_values")
             if group.rank:
                 plane[: self.rows_here].copy_(landing)
-        for copies in () if unmade else (self.mesh.replicate, self.mesh.group("tensor")):
+        for copies in () if unmade else self.mesh.same_rows:
             if copies.size > 1:
                 values = plane.to(self.mesh.device)
                 copies.broadcast(values)

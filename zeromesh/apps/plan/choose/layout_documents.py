@@ -6,9 +6,10 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from zeromesh.apps.plan.choose.parallel_layout import AXES, ParallelLayout
+from zeromesh.apps.plan.choose.parallel_layout import PLANNED, ParallelLayout
 from zeromesh.apps.plan.cost.cost import Recompute
 from zeromesh.apps.plan.machine.cluster import Device
+from zeromesh.base.axes import data_size
 from zeromesh.base.placement import Placement, Tier
 from zeromesh.config.settings import Settings
 from zeromesh.config.written import WrittenRun, document_of, is_refused
@@ -38,7 +39,7 @@ def written_run(layout: ParallelLayout, precision: str) -> WrittenRun:
     # Two slots are the default, and rows with whole parameters have none for them.
     slots = layout.parameter_slots if sharded and layout.parameter_slots != 2 else None
     return WrittenRun(
-        layout.samples, layout.micro_batch, layout.accumulation, {axis: getattr(layout, axis) for axis in AXES},
+        layout.samples, layout.micro_batch, layout.accumulation, layout.sizes,
         layout.row, layout.schedule, layout.chunks, GRANULARITY.get(layout.recompute, ""), layout.activations_on_host,
         layout.sequence, slots, layout.gradient_slots if layout.gradient_slots != 2 else None, precision,
     )  # fmt: skip
@@ -58,7 +59,7 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
         ValueError: the pipeline's schedule is not for these sizes, or its measured costs cannot be read.
     """
     sizes = settings.resolve_mesh(world_size)
-    resolved = settings.resolve(sizes["data"] * sizes["replicate"], sizes)
+    resolved = settings.resolve(data_size(sizes), sizes)
     precision = precision_of(settings)
     # Norms and biases, which are few, still travel in 16 bits, and the head mostly computes in them.
     recomputed, float8, named = settings.activation_checkpointing, settings.float8, settings.optimizer
@@ -68,7 +69,7 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
     least = SCHEDULES[name].chunks[0] if name in SCHEDULES else 1
     costs = settings.pipeline.costs if sizes["pipeline"] > 1 else None
     layout = ParallelLayout(
-        **{axis: sizes[axis] for axis in AXES}, row=settings.row,
+        **{axis: sizes[axis] for axis in PLANNED}, row=settings.row,
         micro_batch=resolved.train_micro_batch_size_per_gpu, accumulation=resolved.gradient_accumulation_steps,
         schedule=name, chunks=settings.pipeline.chunks or least, costs=read_costs(Path(costs)) if costs else None,
         recompute=POLICIES[recomputed.granularity] if recomputed.enabled else Recompute.NONE,

@@ -6,14 +6,13 @@ from dataclasses import dataclass, field
 from math import prod
 
 from zeromesh.apps.plan.cost.cost import Recompute
+from zeromesh.base.axes import AXES
 from zeromesh.base.placement import Placement
-from zeromesh.comm import mesh
 from zeromesh.comm.ordered_sums import SumPlace
 from zeromesh.parallel.pipeline.schedule.simulate import Costs
 from zeromesh.shard.sizes import Sharing, StateLayout, TableLayout
 
-# No layout has expert ranks yet.
-AXES = tuple(axis for axis in mesh.AXES if axis != "expert")
+PLANNED = tuple(axis for axis, role in AXES.items() if role.planned)
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,12 @@ class ParallelLayout(StateLayout):
     @property
     def ranks(self) -> int:
         """Number of ranks."""
-        return prod(getattr(self, axis) for axis in AXES)
+        return prod(self.sizes.values())
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each axis that the planner knows, outermost first."""
+        return {axis: getattr(self, axis) for axis in PLANNED}
 
     @property
     def samples(self) -> int:

@@ -6,7 +6,8 @@ from torch import nn
 
 from zeromesh.apps.plan.cost.live import ParameterCut
 from zeromesh.parallel.tensor.derive import derive
-from zeromesh.parallel.tensor.tensor_plan import SplitPlan, resolve
+from zeromesh.parallel.tensor.split_plan import SplitPlan
+from zeromesh.parallel.tensor.tensor_plan import resolve
 
 
 def cuts_of(model: nn.Module) -> dict[str, ParameterCut]:
@@ -26,10 +27,10 @@ def cuts_of(model: nn.Module) -> dict[str, ParameterCut]:
             if part is None or part.split is None:
                 continue
             if style.cut in ("rows", "inputs"):
-                cut = ParameterCut(outputs=False, gathered=style.before == "split", rows=style.cut == "rows")
+                cut = ParameterCut(outputs=False, gathered=style.gathers, rows=style.cut == "rows")
             elif style.cut is None:  # torch's attention: of its output layer the inputs
                 cut = ParameterCut(outputs=part.split.dim == 0)
             else:
-                cut = ParameterCut(outputs=True, gathered=style.after == "join")
+                cut = ParameterCut(outputs=True, gathered=style.gathers)
             cuts.setdefault(names[id(parameter)], cut)
     return cuts

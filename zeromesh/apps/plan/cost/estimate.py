@@ -26,7 +26,7 @@ from zeromesh.apps.plan.cost.live import ParameterCut, TensorShare, divide
 from zeromesh.apps.plan.cost.packed import frozen_of, packed_weights
 from zeromesh.apps.plan.cost.passes import TraceOptions, is_block
 from zeromesh.base.linear_arithmetic import is_transposed
-from zeromesh.parallel.tensor.tensor_plan import kind_of
+from zeromesh.parallel.tensor.split_plan import kind_of
 from zeromesh.shard.find_units import assign, find_units
 from zeromesh.shard.tables.find_tables import find_tables
 

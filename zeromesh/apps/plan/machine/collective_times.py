@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from zeromesh.apps.plan.choose.parallel_layout import AXES, ParallelLayout
+from zeromesh.apps.plan.choose.parallel_layout import PLANNED, ParallelLayout
 from zeromesh.apps.plan.machine.cluster import LinkSpeed, Machine
 
 
@@ -121,14 +121,14 @@ def _ring(link: Wire, ranks: int, size: float) -> float:
 def fabric(layout: ParallelLayout, machine: Machine, *axes: str) -> Fabric:
     """Return the group of one rank along some axes together.
 
-    Ranks are numbered with the last axis of ``AXES`` as the fastest, and fill one node after the other. Where nodes
+    Ranks are numbered with the last axis of ``PLANNED`` as the fastest, and fill one node after the other. Where nodes
     differ, the group is as slow as on the slowest of them.
     """
-    sizes = {axis: getattr(layout, axis) for axis in AXES}
+    sizes = layout.sizes
     devices = min(node.devices for node, _ in machine.nodes)
     slow = min((node.inside for node, _ in machine.nodes), key=lambda link: wire(link).bandwidth)
     size, local, stride = 1, 1, 1
-    for axis in reversed(AXES):
+    for axis in reversed(PLANNED):
         if axis in axes:
             size *= sizes[axis]
             # Ranks of this axis that are on the node of the first one; a stride that divides no node leaves one.
