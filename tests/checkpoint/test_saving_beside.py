@@ -168,10 +168,10 @@ def save_in_turn(folder: str) -> None:
     assert again.load_checkpoint(root)[0] == str(root / "global_step8")
     assert_same(again.gathered_state_dict(), expected)
     # The memory of the last copy serves the next one.
-    memory = engine._saves._memory.data_ptr()
+    memory = engine._state.background._memory.data_ptr()
     train(engine, 1, late=False)
     engine.save_checkpoint(root)
-    assert engine._saves._memory.data_ptr() == memory
+    assert engine._state.background._memory.data_ptr() == memory
     engine.destroy()
     again.mesh.group("world").exchange(torch.zeros(1))
     assert folders.latest(root) == "global_step9", "destroy() waits"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from zeromesh.base.containers import map_tensors
 from zeromesh.base.files import require_regular
@@ -21,7 +22,7 @@ from zeromesh.deepspeed.pipe_topology import PipelineParallelGrid, ProcessTopolo
 from zeromesh.engine import batches
 from zeromesh.engine.engine import BY_BATCH
 from zeromesh.engine.pipeline_module import PipelineModule
-from zeromesh.engine.state import Parts
+from zeromesh.engine.state import EngineState
 from zeromesh.parallel.pipeline.runtime.cut import examine
 from zeromesh.parallel.pipeline.schedule.partition import starts_of
 from zeromesh.shard.parameters.deferred import is_deferred, replayed
@@ -150,9 +151,10 @@ class PipelineEngine(DeepSpeedEngine):
     """The engine of a ``PipelineModule``, which is trained by ``train_batch`` alone."""
 
     def __init__(
-        self, parts: Parts, document: Mapping[str, Any], mpu: Any = None, users_optimizer: bool = False
-    ) -> None:
-        super().__init__(parts, document, mpu, users_optimizer)
+        self, state: EngineState, document: Mapping[str, Any], mpu: Any = None, users_optimizer: bool = False,
+        plateau: ReduceLROnPlateau | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(state, document, mpu, users_optimizer, plateau)
         if isinstance(self.module, StagedModule) and self.mesh.sizes["context"] > 1:
             raise ValueError(
                 f"mesh.context is {self.mesh.sizes['context']}, but grids of DeepSpeed have no such axis; set it to "

@@ -116,9 +116,7 @@ def traffic(counted: Traffic, reset: bool) -> dict[str, dict[str, float]]:
     return by_collective
 
 
-def find_bounds(
-    observer: Observer, sharded: ShardedModel, dtype: torch.dtype, operations: float | None = None
-) -> Bounds | None:
+def find_bounds(observer: Observer, sharded: ShardedModel, operations: float | None = None) -> Bounds | None:
     """Find the resource that bounded the updates so far; see ``Engine.bound_report``. Collective."""
     breakdown = observer.breakdown()
     if breakdown is None:
@@ -126,7 +124,7 @@ def find_bounds(
     mesh, updates = sharded.mesh, observer.updates
     amounts: dict[str, Amount] = {}
     if operations is not None:
-        amounts[COMPUTE] = Amount(operations, peak_flops(mesh.device, dtype))
+        amounts[COMPUTE] = Amount(operations, peak_flops(mesh.device, observer.dtype))
     if sharded.host_updates.nbytes:
         busy = sharded.host_updates.seconds / updates
         amounts[HOST] = Amount(sharded.host_updates.nbytes / updates, memory_bandwidth(torch.get_num_threads()), busy)
