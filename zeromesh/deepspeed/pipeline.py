@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from zeromesh.base.containers import map_tensors
 from zeromesh.base.files import require_regular
@@ -150,11 +149,8 @@ def _mean_over(value: torch.Tensor, group: Group) -> torch.Tensor:
 class PipelineEngine(DeepSpeedEngine):
     """The engine of a ``PipelineModule``, which is trained by ``train_batch`` alone."""
 
-    def __init__(
-        self, state: EngineState, document: Mapping[str, Any], mpu: Any = None, users_optimizer: bool = False,
-        plateau: ReduceLROnPlateau | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(state, document, mpu, users_optimizer, plateau)
+    def __init__(self, state: EngineState, document: Mapping[str, Any], mpu: Any = None, **options: Any) -> None:
+        super().__init__(state, document, mpu, **options)
         if isinstance(self.module, StagedModule) and self.mesh.sizes["context"] > 1:
             raise ValueError(
                 f"mesh.context is {self.mesh.sizes['context']}, but grids of DeepSpeed have no such axis; set it to "

@@ -111,22 +111,17 @@ class Engine:
     """Bits of all numbers that any rank passed to ``ask`` before the last update; 0 if none did."""
     updating: Attribute[bool] = Attribute("_state.update", "runs")
     """True if the optimizer's own step runs as a part of an update."""
-    sharded: Attribute[ShardedModel] = Attribute("_state")
-    """States of the model."""
-    observer: Attribute[Observer] = Attribute("_state")
-    """Measures of the run."""
     monitor: Attribute[Monitor] = Attribute("_state.observer")
     """Writer of values for TensorBoard, Weights & Biases or CSV files; it takes the user's values, too."""
     curriculum_scheduler_legacy: Attribute[LengthCurriculum | None] = Attribute("_state.computation", "curriculum")
     """Curriculum over the length of samples, whose ``get_current_difficulty()`` is that of the next update."""
+    # Parts of the state, for other rooms.
+    sharded: Attribute[ShardedModel] = Attribute("_state")
+    observer: Attribute[Observer] = Attribute("_state")
     context_parallel: Attribute[SpreadSequences | None] = Attribute("_state")
-    """Sequences spread over ranks; None where they are not."""
     activations: Attribute[ActivationStore | None] = Attribute("_state")
-    """Storage of checkpointed modules' inputs until the backward; None where they stay in place."""
     pipelined: Attribute[Pipelined | None] = Attribute("_state")
-    """Pipeline stages; None where there is one stage."""
     stage_work: Attribute[StageWork | None] = Attribute("_state")
-    """Computation of this rank's stages; None where there is one stage."""
 
     _accumulation: Attribute[Accumulation] = Attribute("_state", "accumulation")
     _computation: Attribute[Computation] = Attribute("_state", "computation")

@@ -63,7 +63,19 @@ class Reports:
         For each: ``bytes``, ``calls``, ``across_nodes`` (bytes of them that went to other nodes), and
         ``relative_error`` where numbers were rounded for the links between nodes.
         """
-        return reports.traffic(self._state.mesh.traffic, reset)
+        traffic = self._state.mesh.traffic
+        by_collective: dict[str, dict[str, float]] = {}
+        for key in sorted(traffic.bytes):
+            entry: dict[str, float] = {
+                "bytes": traffic.bytes[key],
+                "calls": traffic.calls[key],
+                "across_nodes": traffic.across[key],
+            }
+            error = traffic.relative_error(*key)
+            by_collective["/".join(key)] = entry if error is None else {**entry, "relative_error": error}
+        if reset:
+            traffic.reset()
+        return by_collective
 
     def check_health(self) -> dict[str, Any]:
         """Check all ranks' processors, memory and links, between updates. Collective; some tens of milliseconds.
@@ -102,5 +114,4 @@ class Reports:
             per second, and ``of_limit``, where they are known. None without ``wall_clock_breakdown``, and before the
             second update.
         """
-        bounds = reports.find_bounds(self._state.observer, self._state.sharded, operations)
-        return None if bounds is None else bounds.as_dict()
+        return reports.find_bounds(self._state.observer, self._state.sharded, operations)

@@ -18,11 +18,10 @@ from zeromesh.base.placement import Placement, PlacementRow, Tier
 from zeromesh.base.words import bytes_text
 from zeromesh.comm.agreement import catch
 from zeromesh.comm.mesh import Mesh
-from zeromesh.comm.traffic import Traffic
 from zeromesh.config.settings import Resolved
 from zeromesh.engine.initialize.widths import tables_of, widths_of
 from zeromesh.engine.observe.observer import Observer
-from zeromesh.engine.observe.resource_bounds import COMPUTE, DISK, HOST, LINK, NETWORK, Amount, Bounds, bounds
+from zeromesh.engine.observe.resource_bounds import COMPUTE, DISK, HOST, LINK, NETWORK, Amount, bounds
 from zeromesh.shard import sizes
 from zeromesh.shard.accounting import allocations
 from zeromesh.shard.sharded import ShardedModel
@@ -99,24 +98,7 @@ def _optimizer_state(sharded: ShardedModel, optimizer: Optimizer | None) -> Iter
                 yield "optimizer", (Tier.HOST if in_files else flat.optimizer_tier).value, value.nbytes
 
 
-def traffic(counted: Traffic, reset: bool) -> dict[str, dict[str, float]]:
-    """Return the traffic by ``collective/axis``, see ``Engine.traffic_report``; ``reset`` starts the count anew."""
-    by_collective: dict[str, dict[str, float]] = {}
-    for kind, axis in sorted(counted.bytes):
-        by_collective[f"{kind}/{axis}"] = {
-            "bytes": counted.bytes[kind, axis],
-            "calls": counted.calls[kind, axis],
-            "across_nodes": counted.across[kind, axis],
-        }
-        error = counted.relative_error(kind, axis)
-        if error is not None:
-            by_collective[f"{kind}/{axis}"]["relative_error"] = error
-    if reset:
-        counted.reset()
-    return by_collective
-
-
-def find_bounds(observer: Observer, sharded: ShardedModel, operations: float | None = None) -> Bounds | None:
+def find_bounds(observer: Observer, sharded: ShardedModel, operations: float | None) -> dict[str, Any] | None:
     """Find the resource that bounded the updates so far; see ``Engine.bound_report``. Collective."""
     breakdown = observer.breakdown()
     if breakdown is None:

@@ -41,16 +41,13 @@ class Offload:
     disk: Disk | None  # where masters and optimizer states rest on NVMe; None where none do
     stored: Disk | None  # where parameters do
     form: StateForm  # of masters and states that rest off the device
-    limit: int | None  # bytes of host memory for all ranks of a node; None: what is available
     early: float | None  # share of states updated during the backward; None: all, where there is plenty of room
-    pinned: bool  # whether host memory for files is page-locked where there is a GPU
 
 
 def where_offloaded(settings: Resolved, optimizer: Optimizer | None) -> Offload:
     """Return the offload that the configuration asks for; raise ValueError if these states cannot rest there."""
-    zero, limit = settings.zero_optimization, settings.host_memory_limit
+    zero, form = settings.zero_optimization, StateForm(0, settings.row.split)
     stored, early = _disk(zero.offload_param, settings), zero.early_share
-    form, pinned = StateForm(0, settings.row.split), zero.pins
     disk = _disk(zero.offload_optimizer, settings)
     if form.split:
         early = 0.0
@@ -61,8 +58,8 @@ def where_offloaded(settings: Resolved, optimizer: Optimizer | None) -> Offload:
         if disk is not None and failure is not None:
             raise failure
         # Only the kernel updates early, and it does not know this optimizer.
-        return Offload(None, stored, StateForm(USUAL_STATES), limit, 0.0, pinned)
-    return Offload(disk, stored, replace(form, states=counted), limit, early, pinned)
+        return Offload(None, stored, StateForm(USUAL_STATES), 0.0)
+    return Offload(disk, stored, replace(form, states=counted), early)
 
 
 def _disk(chosen: OffloadOptimizer | OffloadParam | None, settings: Resolved) -> Disk | None:
@@ -74,19 +71,20 @@ def _disk(chosen: OffloadOptimizer | OffloadParam | None, settings: Resolved) ->
     return Disk(Path(chosen.nvme_path), buffers, access.block_size, access.queue_depth)
 
 
-def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
+def preparation(model: nn.Module, settings: Resolved, offload: Offload, mesh: Mesh) -> Prepare:
     """Return what checks that host memory suffices, and opens this rank's files; if one rank cannot, all raise."""
+    pinned, limit = settings.zero_optimization.pins, settings.host_memory_limit
     # Counted now, because sharding frees it: memory of the model itself is available to what takes its place.
     moves = sum(parameter.nbytes for parameter in model.parameters() if parameter.device.type == "cpu")
 
     def open_files(budget: MemoryBudget, early: Sequence[Flat]) -> Tiers:
         stored = None
         if offload.stored is not None and budget.stored:
-            stored = Stored(budget.stored, offload.stored, mesh, offload.pinned)
+            stored = Stored(budget.stored, offload.stored, mesh, pinned)
         try:
             swap, dtypes = None, budget.files | budget.packed
             if dtypes:
-                swap = Swap(dtypes, offload.form, offload.disk, mesh, early, offload.pinned, stored)
+                swap = Swap(dtypes, offload.form, offload.disk, mesh, early, pinned, stored)
         except BaseException:
             Tiers(None, stored).close()
             raise
@@ -118,7 +116,7 @@ def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
             available = [machine[key] for key in ("available_bytes", "limit_bytes") if machine[key] is not None]
             most = min(available) + freed if available else None
         if offload.early is None and NEXT in total:
-            needed, limit = sum(total.values()), offload.limit
+            needed = sum(total.values())
             # Half of the host's memory stays with others unless the user asks for more.
             if most is None or 2 * needed > most or (limit is not None and needed > limit):
                 early = []
@@ -134,7 +132,7 @@ def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
                 opened, failure = catch(lambda: open_files(budget, early))
         tiers = opened or Tiers()
         if failure is None and total and most is not None:
-            _, failure = catch(lambda: require_host_memory(total, most, offload.limit))
+            _, failure = catch(lambda: require_host_memory(total, most, limit))
         try:
             agree_success(mesh.group("world"), "make room for what rests off the device", failure)
         except BaseException:

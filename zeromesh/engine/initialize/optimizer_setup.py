@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -19,19 +18,11 @@ from zeromesh.base.split import Held
 from zeromesh.comm.mesh import Mesh
 from zeromesh.engine.initialize.place_tables import check_rules
 from zeromesh.engine.initialize.run_plan import Arguments
-from zeromesh.engine.observe.monitors import Monitor, open_monitor
 from zeromesh.shard.tables.row_rules import RULE_KEY
 
 if TYPE_CHECKING:
     from zeromesh.base.loader import Loader
-    from zeromesh.config.settings import Resolved, Settings
-
-ARGUMENTS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
-    "tensorboard": lambda chosen: (Path(chosen.output_path) / chosen.job_name,),
-    "csv_monitor": lambda chosen: (Path(chosen.output_path) / chosen.job_name,),
-    "wandb": lambda chosen: (chosen.group, chosen.team, chosen.project),
-}
-"""Arguments of each monitor's writer, by the name of its section."""
+    from zeromesh.config.settings import Resolved
 
 
 def parameter_groups(
@@ -231,10 +222,3 @@ def build_loader(
     update_size = batch if len(data) >= batch else micro_batch * mesh.data_size
     sampler = Sampler(data, mesh.data_size, mesh.data_rank, settings.seed, drop, update_size, shuffles)
     return Loader(data, sampler, micro_batch, collate_fn, drop, mesh.device)
-
-
-def open_monitors(settings: Settings | Resolved, rank: int) -> Monitor:
-    """Open the monitors that are switched on; only the first rank has any."""
-    chosen = {name: getattr(settings, name) for name in ARGUMENTS} if rank == 0 else {}
-    sections = {name: section for name, section in chosen.items() if section.enabled}
-    return Monitor({name: open_monitor(name, *ARGUMENTS[name](section)) for name, section in sections.items()})

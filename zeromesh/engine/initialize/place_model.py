@@ -18,7 +18,6 @@ from zeromesh.base import quantized_layers as quantized
 from zeromesh.base.dtypes import dtypes, kept_layers
 from zeromesh.base.keras_layers import follow_buffers, separate_seeds
 from zeromesh.base.piece import Piece
-from zeromesh.base.precision import Precision
 from zeromesh.checkpoint.random_state import share_random_state
 from zeromesh.comm.agreement import agree_run, agree_success, catch
 from zeromesh.engine.initialize import model_layout as layout
@@ -50,11 +49,15 @@ if TYPE_CHECKING:
 class Transformation:
     """A row of ``TRANSFORMATIONS``."""
 
-    name: str
     apply: Callable[[Placing], None]
     applies: Callable[[Plan], bool] = lambda plan: True
     after: Mapping[str, str] = field(default_factory=dict)  # names of rows before this one, and why they come before
     atomic: bool = False  # it succeeds, or leaves the model as it was
+
+    @property
+    def name(self) -> str:
+        """Name of the row."""
+        return self.apply.__name__.replace("_", " ")
 
 
 class Placing:
@@ -123,11 +126,20 @@ class Placing:
     def place_buffers(self) -> None:
         """Move buffers, and what draws random numbers, to this rank."""
         model, mesh = self.plan.model, self.plan.mesh
-        place_buffers(model, mesh.device, self.plan.settings.precision)
+        chosen = dtypes(model, self.plan.settings.precision)
+        # By ``id``, so that what is in two places stays one; with the old one, so that it keeps its ``id``.
+        placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None:
+                    continue
+                if id(buffer) not in placed:
+                    placed[id(buffer)] = buffer, buffer.to(device=mesh.device, dtype=chosen[id(buffer)])
+                module._buffers[name] = placed[id(buffer)][1]
         follow_buffers(model)
         separate_seeds(model, mesh.data_rank, mesh.data_size)
 
-    def shard(self) -> None:
+    def shard_states(self) -> None:
         """Shard parameters, gradients and states of the optimizer over the mesh."""
         plan, settings, stages = self.plan, self.plan.settings, self.plan.stages
         for _, layer in quantized.layers(plan.model):
@@ -149,7 +161,7 @@ class Placing:
         part = ModelPart(split) if stages is None else ModelPart(split, stages.tied, stages.idle)
         managed = settings.managed_gradient_accumulation
         accumulation = Accumulation(settings.gradient_accumulation_steps, scaler, managed)
-        files = preparation(plan.model, plan.offload, plan.mesh)
+        files = preparation(plan.model, settings, plan.offload, plan.mesh)
         self.sharded = ShardedModel(plan.model, plan.mesh, sharding, part, accumulation, self._values, files)
 
     def split_layers(self) -> None:
@@ -239,98 +251,35 @@ class Placing:
         compile_blocks([unit.module for unit in self.placed.units[1:]], options, self.plan.mesh.rank == 0)
 
 
+UNIT = {"shard states": "the new forward asks for the parameters of its unit"}
+PIECES = {"shard states": "it gets pieces of the placed states", "agree on values": "masters are the agreed values"}
+ITS_STATES = dict.fromkeys(("adopt optimizer", "build optimizer"), "it is its states that rest elsewhere")
+INSIDE = dict.fromkeys(
+    ("spread sequences", "split layers", "chunk losses", "use float8"),
+    "what is computed again includes what others put around a layer's forward",
+)
+
 TRANSFORMATIONS = (
+    Transformation(Placing.spread_sequences, lambda plan: plan.mesh.sizes["context"] > 1, atomic=True),
+    Transformation(Placing.take_stages, lambda plan: plan.stages is not None, {"spread sequences": "of all layers"}),
+    Transformation(Placing.find_values, after={"take stages": "values of other stages are not read"}),
+    Transformation(Placing.place_buffers),
+    Transformation(Placing.shard_states, after={"find values": "each unit gets its values as it is placed"}),
+    Transformation(Placing.split_layers, lambda plan: plan.split is not None, UNIT),
+    Transformation(Placing.chunk_losses, lambda plan: bool(plan.heads), UNIT),
     Transformation(
-        "spread sequences",
-        Placing.spread_sequences,
-        lambda plan: plan.mesh.sizes["context"] > 1,
-        atomic=True,
-    ),
-    Transformation(
-        "take stages",
-        Placing.take_stages,
-        lambda plan: plan.stages is not None,
-        after={"spread sequences": "attention is looked for in the whole model"},
-    ),
-    Transformation(
-        "find values",
-        Placing.find_values,
-        after={"take stages": "values of other stages are not read"},
-    ),
-    Transformation("place buffers", Placing.place_buffers),
-    Transformation(
-        "shard states",
-        Placing.shard,
-        after={
-            "take stages": "states of other stages have no memory here",
-            "find values": "each unit gets its values as it is placed",
-        },
-    ),
-    Transformation(
-        "split layers",
-        Placing.split_layers,
-        lambda plan: plan.split is not None,
-        after={"shard states": "a layer's forward asks for its unit's parameters"},
-    ),
-    Transformation(
-        "chunk losses",
-        Placing.chunk_losses,
-        lambda plan: bool(plan.heads),
-        after={"shard states": "a head's forward asks for its unit's parameters"},
-    ),
-    Transformation(
-        "use float8",
         Placing.use_float8,
         lambda plan: plan.settings.float8.enabled,
-        after={
-            "shard states": "names of layers that keep their dtype were taken before it",
-            "split layers": "each rank computes with its part of a layer",
-        },
+        {"shard states": "names are taken before dtypes change", "split layers": "a rank computes with its part"},
     ),
+    Transformation(Placing.agree_on_values, after={"shard states": "it is there that values are read"}),
+    Transformation(Placing.settle_quantized, after={"shard states": "layers take their placed weights"}),
+    Transformation(Placing.adopt_optimizer, lambda plan: plan.optimizer is not None, PIECES),
+    Transformation(Placing.build_optimizer, lambda plan: plan.optimizer is None and bool(plan.groups), PIECES),
+    Transformation(Placing.serve_states, after=ITS_STATES),
+    Transformation(Placing.recompute, lambda plan: plan.settings.activation_checkpointing.enabled, INSIDE),
     Transformation(
-        "agree on values",
-        Placing.agree_on_values,
-        after={"shard states": "a rank that cannot read goes on with zeros, so that no other one waits for it"},
-    ),
-    Transformation(
-        "settle quantized layers",
-        Placing.settle_quantized,
-        after={"shard states": "layers take their placed weights"},
-    ),
-    Transformation(
-        "adopt the optimizer",
-        Placing.adopt_optimizer,
-        lambda plan: plan.optimizer is not None,
-        after={"shard states": "it gets pieces of the placed states", "agree on values": "its masters are the values"},
-    ),
-    Transformation(
-        "build the optimizer",
-        Placing.build_optimizer,
-        lambda plan: plan.optimizer is None and bool(plan.groups),
-        after={"shard states": "it gets pieces of the placed states", "agree on values": "its masters are the values"},
-    ),
-    Transformation(
-        "serve states",
-        Placing.serve_states,
-        after={
-            "adopt the optimizer": "it is its states that rest elsewhere",
-            "build the optimizer": "it is its states that rest elsewhere",
-        },
-    ),
-    Transformation(
-        "recompute activations",
-        Placing.recompute,
-        lambda plan: plan.settings.activation_checkpointing.enabled,
-        after=dict.fromkeys(
-            ("spread sequences", "split layers", "chunk losses", "use float8"),
-            "what is computed again includes what others put around a layer's forward",
-        ),
-    ),
-    Transformation(
-        "compile units",
-        Placing.compile,
-        lambda plan: plan.settings.compile.enabled,
-        after={"recompute activations": "it is the forward with recomputation that is compiled"},
+        Placing.compile, lambda plan: plan.settings.compile.enabled, {"recompute": "forwards include recomputation"}
     ),
 )
 """Transformations of a model, in their order."""
@@ -396,20 +345,6 @@ class Reading:
         """Return elements ``start`` to ``stop``, 1-D; zeros if they cannot be read."""
         value, failure = catch(lambda: self.source.read(start, stop))
         return value if value is not None else self.stand_in(failure, torch.Size([stop - start]))
-
-
-def place_buffers(model: nn.Module, device: torch.device, precision: Precision) -> None:
-    """Move buffers to the device, and convert them to the dtype that each has in the run."""
-    chosen = dtypes(model, precision)
-    # By ``id``, so that what is in two places stays one; with the old one, so that it keeps its ``id``.
-    placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            if id(buffer) not in placed:
-                placed[id(buffer)] = buffer, buffer.to(device=device, dtype=chosen[id(buffer)])
-            module._buffers[name] = placed[id(buffer)][1]
 
 
 def while_alive(using: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:

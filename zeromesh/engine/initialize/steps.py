@@ -31,21 +31,12 @@ from zeromesh.config.written import row_name
 from zeromesh.engine import owners
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.initialize import model_layout as layout
+from zeromesh.engine.initialize import optimizer_setup as setup
 from zeromesh.engine.initialize.offload import where_offloaded
-from zeromesh.engine.initialize.optimizer_setup import (
-    build_loader,
-    build_scheduler,
-    check_scheduler,
-    makes_scheduler,
-    open_monitors,
-    parameter_groups,
-    refuse_unused,
-    try_optimizer,
-    user_optimizer,
-)
 from zeromesh.engine.initialize.place_model import Placing, unquantized
 from zeromesh.engine.initialize.place_tables import check_rules, choose_tables, with_table_group
 from zeromesh.engine.initialize.run_plan import Arguments, Plan, cuts_parameters
+from zeromesh.engine.observe.monitors import open_monitors
 from zeromesh.engine.pipeline_module import PipelineModule, settings_of
 from zeromesh.engine.reports import memory_before
 from zeromesh.engine.state import EngineState
@@ -129,8 +120,8 @@ def _check_model(model: nn.Module, lr_scheduler: Any, settings: Settings) -> Non
         find_units(model, settings.activation_checkpointing.targets)
     if settings.row.parameter is Placement.SHARDED:
         check_compiled(model, settings.units)
-    if lr_scheduler is not None and not makes_scheduler(lr_scheduler):
-        check_scheduler(lr_scheduler)
+    if lr_scheduler is not None and not setup.makes_scheduler(lr_scheduler):
+        setup.check_scheduler(lr_scheduler)
 
 
 def _taken(model: nn.Module) -> list[str]:
@@ -171,7 +162,7 @@ def plan_run(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
         layout.refuse_axes(model, mesh)
         # DeepSpeed's PipelineModule takes the samples in the data set's order.
         shuffles = not isinstance(model, PipelineModule)
-        loader = build_loader(chosen.data, chosen.collate_fn, resolved, mesh, shuffles, chosen.data_seed)
+        loader = setup.build_loader(chosen.data, chosen.collate_fn, resolved, mesh, shuffles, chosen.data_seed)
         split = layout.split_plan(model, resolved, mesh, loader, chosen.loss_fn)
         # Found in the whole model: a stage may have the head without the embedding over whose entries it is.
         heads = heads_over_vocabulary(model) if resolved.chunked_loss else []
@@ -222,9 +213,9 @@ def _prepare_optimizer(
 ) -> tuple[list[dict[str, Any]], Optimizer | None, Any, Optimizer | None]:
     """Return groups of parameters, the user's optimizer, its schedule, and a trial of the configuration's optimizer."""
     updates = chosen.optimizer is not None or settings.optimizer is not None
-    groups = list(parameter_groups(chosen.model, chosen.parameters, updates))
+    groups = list(setup.parameter_groups(chosen.model, chosen.parameters, updates))
     if not groups:  # the engine of a teacher or a reward model: sharded inference
-        refuse_unused(chosen)
+        setup.refuse_unused(chosen)
         if tells and (updates or settings.scheduler is not None):
             _log.warning(
                 "the model has no trainable parameters: its engine only evaluates, without the optimizer and the "
@@ -232,12 +223,12 @@ def _prepare_optimizer(
             )
         return [], None, None, None
     groups = with_table_group(groups, tables, settings)
-    user = user_optimizer(chosen, settings, groups, cuts)
+    user = setup.user_optimizer(chosen, settings, groups, cuts)
     if user is not None:
         check_rules(user, {id(module.weight): name for name, module in tables.items()}, settings, users=True)
-        return groups, user, build_scheduler(settings, chosen.scheduler, user), None
+        return groups, user, setup.build_scheduler(settings, chosen.scheduler, user), None
     # A scheduler of the user's is not tried: its function wants the optimizer that will be stepped.
-    tried = try_optimizer(chosen.model, settings, groups, cuts, chosen.scheduler is None, tables)
+    tried = setup.try_optimizer(chosen.model, settings, groups, cuts, chosen.scheduler is None, tables)
     return groups, None, chosen.scheduler, tried
 
 
