@@ -67,9 +67,13 @@ class DeepSpeedEngine(Engine, nn.Module):  # type: ignore[misc]  # the engine's 
     """
 
     def __init__(
-        self, state: EngineState, document: Mapping[str, Any], mpu: Any = None, users_optimizer: bool = False,
+        self,
+        state: EngineState,
+        document: Mapping[str, Any],
+        mpu: Any = None,
+        users_optimizer: bool = False,
         plateau: ReduceLROnPlateau | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         nn.Module.__init__(self)
         self._config_view = AnsweredConfig(document, state)
         Engine.__init__(self, state)

@@ -105,11 +105,11 @@ class Engine:
     """Comparison of updates with those before them; ``spikes.last`` is the last update if it was a spike."""
     loss_scale: Attribute[float] = Attribute("_state.update")
     """Current loss scale; 1 where the loss is not scaled."""
-    gradient_factor: Attribute[float] = Attribute("_state.update", "factor")
+    gradient_factor: Attribute[float] = Attribute("_state.update")
     """Factor that makes the mean over the ranks of the gradients' sum as it is kept."""
     asked: Attribute[int] = Attribute("_state.update")
     """Bits of all numbers that any rank passed to ``ask`` before the last update; 0 if none did."""
-    updating: Attribute[bool] = Attribute("_state.update", "runs")
+    updating: Attribute[bool] = Attribute("_state.update")
     """True if the optimizer's own step runs as a part of an update."""
     monitor: Attribute[Monitor] = Attribute("_state.observer")
     """Writer of values for TensorBoard, Weights & Biases or CSV files; it takes the user's values, too."""

@@ -8,10 +8,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeromesh.base.kernels.measure import best_seconds
+from zeromesh.base.machine import memory_bandwidth, peak_flops
+from zeromesh.base.placement import Tier
+from zeromesh.comm.agreement import catch
+from zeromesh.comm.mesh import Mesh
 from zeromesh.comm.stragglers import Busy
 from zeromesh.engine import reports
+from zeromesh.engine.observe.resource_bounds import COMPUTE, DISK, HOST, LINK, NETWORK, Amount, bounds
 from zeromesh.engine.state import EngineState
 from zeromesh.parallel.activation.compiled import compile_seconds
+from zeromesh.shard.store.bandwidth import measure_bandwidth
+from zeromesh.shard.store.link import Link
+from zeromesh.shard.store.memory import empty_on
+
+PROBE = 64 << 20  # bytes that memory, link and disk are measured with; the network with a quarter.
+
+TIMES = 3  # measurements of each rate, of which the best counts
 
 
 class Reports:
@@ -114,4 +127,57 @@ class Reports:
             per second, and ``of_limit``, where they are known. None without ``wall_clock_breakdown``, and before the
             second update.
         """
-        return reports.find_bounds(self._state.observer, self._state.sharded, operations)
+        observer, sharded = self._state.observer, self._state.sharded
+        breakdown = observer.breakdown()
+        if breakdown is None:
+            return None
+        mesh, updates = sharded.mesh, observer.updates
+        amounts: dict[str, Amount] = {}
+        if operations is not None:
+            amounts[COMPUTE] = Amount(operations, peak_flops(mesh.device, observer.dtype))
+        if sharded.host_updates.nbytes:
+            busy = sharded.host_updates.seconds / updates
+            amounts[HOST] = Amount(
+                sharded.host_updates.nbytes / updates, memory_bandwidth(torch.get_num_threads()), busy
+            )
+        if sharded.link.moved:
+            link, source = Link(mesh.device), torch.ones(PROBE, dtype=torch.uint8, device=mesh.device)
+            target = empty_on(Tier.HOST, PROBE, torch.uint8, mesh.device, sharded.row.pinned)
+            rate = PROBE / best_seconds(lambda: link.to_host(target, source).wait(), mesh.device, TIMES)
+            amounts[LINK] = Amount(sharded.link.moved / updates, rate)
+        disk = sharded.store.disk_traffic()
+        if disk is not None:
+            read, written = disk.bytes_read / updates, disk.bytes_written / updates
+            most, folder = None, sharded.store.folder
+            # None where there is no room to measure it: a report is not worth an error.
+            rates = None if folder is None else catch(lambda: measure_bandwidth(folder, PROBE))[0]
+            if rates is not None and read + written:
+                most = (read + written) / (read / rates.read + written / rates.write)
+            amounts[DISK] = Amount(read + written, most, disk.busy_seconds / updates)
+        sent = sum(mesh.traffic.bytes.values())
+        if mesh.world_size > 1:  # all ranks measure, whatever each has sent
+            amounts[NETWORK] = Amount(sent / updates, network_bandwidth(mesh))
+        return bounds(breakdown, amounts)
+
+
+def network_bandwidth(mesh: Mesh) -> float:
+    """Bytes per second that this rank sends when all ranks sum a large tensor. All call it."""
+    group, tensor = mesh.group("world"), torch.ones(PROBE // 16, device=mesh.device)
+    counts = (mesh.traffic.calls, mesh.traffic.bytes, mesh.traffic.across)
+    saved = [dict(counted) for counted in counts]
+    before = sum(mesh.traffic.bytes.values())
+    listener = mesh.traffic.listen(None)
+
+    def add_up() -> None:
+        group.all_reduce(tensor, 0)
+        float(tensor[0])  # when it is there
+
+    try:
+        seconds = best_seconds(add_up, mesh.device, TIMES)
+        return (sum(mesh.traffic.bytes.values()) - before) / (TIMES + 1) / seconds
+    finally:
+        mesh.traffic.listen(listener)
+        # The user's counters do not count the measurement.
+        for counted, values in zip(counts, saved, strict=True):
+            counted.clear()
+            counted.update(values)
