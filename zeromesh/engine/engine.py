@@ -147,7 +147,9 @@ class Engine:
     compile_seconds = of_part("reports", Reports.compile_seconds)
 
     train_batch_size = of_part("_state", EngineState.train_batch_size)
+    """Samples per update over all ranks: a method without arguments."""
     zero_grad = of_part("_state", EngineState.zero_grad)
+    """Drop the gradients of the micro-batches since the last update; accumulation starts anew."""
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the model; its methods may use its parameters."""
