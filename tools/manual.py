@@ -28,6 +28,8 @@ PAGES = {"README.md": "overview.md", "CONTRIBUTING.md": "contributing.md", "CHAN
 API = {
     "zeromesh": ("the package's functions, and what they return", ""),
     "zeromesh.engine.engine": ("the engine that `initialize` returns", ""),
+    "zeromesh.engine.saving": ("checkpoints and state dicts: methods of `engine.saves`, and of the engine", ""),
+    "zeromesh.engine.engine_reports": ("reports on a run: methods of `engine.reports`, and of the engine", ""),
     "zeromesh.zero": (
         "names of `deepspeed.zero`",
         "Init GatheredParameters safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state"

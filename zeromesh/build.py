@@ -1,4 +1,4 @@
-"""``initialize`` for users: its arguments. ``engine/initialize/steps.py`` has its five steps."""
+"""``initialize`` for users: its arguments. ``engine/initialize/steps.py`` has its steps."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.initialize import steps
 from zeromesh.engine.initialize.model_layout import make_mesh
-from zeromesh.engine.initialize.step_results import Arguments, Config
+from zeromesh.engine.initialize.place_model import place_model
+from zeromesh.engine.initialize.run_plan import Arguments, Config
 from zeromesh.engine.pipeline_module import PipelineModule
-from zeromesh.engine.state import Parts
+from zeromesh.engine.state import EngineState
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -132,15 +133,15 @@ def only_configuration(config: Any, config_params: Any, args: Any) -> Any:
 
 def run_steps(
     chosen: Arguments, start: Callable[[], Environment], mesh: Mesh | None = None,
-    kind: Callable[[Parts], Engine] = Engine,
+    kind: Callable[[EngineState], Engine] = Engine,
 ) -> tuple[Engine, Optimizer | None, Loader | None, Any]:  # fmt: skip
-    """Run the five steps of ``initialize``.
+    """Run the steps of ``initialize``.
 
     Args:
         chosen: arguments of the user's.
         start: starts the process group unless there is one.
         mesh: as in ``initialize``.
-        kind: makes the engine of its parts.
+        kind: makes the engine of its state.
     """
     if chosen.loss_fn is None and isinstance(chosen.model, PipelineModule):
         chosen = replace(chosen, loss_fn=chosen.model.loss_fn)
@@ -148,9 +149,8 @@ def run_steps(
     # The file may be one of zeromesh train's, whose sections are checked, too.
     settings, environment = steps.read_configuration(chosen, mesh, start, TrainSettings.load)
     settings = choose_layout(chosen, settings, world_group(device_of_group(environment)), environment)
-    plan = steps.plan_layout(chosen, settings, mesh or make_mesh(settings, environment))
-    prepared = steps.prepare_run(plan)
-    return steps.make_engine(plan, prepared, *steps.place_model(plan, prepared), prediction, kind)
+    plan = steps.plan_run(chosen, settings, mesh or make_mesh(settings, environment))
+    return steps.make_engine(place_model(plan), prediction, kind)
 
 
 def _show_log() -> None:

@@ -77,29 +77,19 @@ class Init:
         zero_quantized_weights: bool = False, zero_quantized_nontrainable_weights: bool = False,
         sequence_data_parallel_group: Any = None, param_swapper: Any = None, tensor_overrides: Any = None,
     ) -> None:  # fmt: skip
-        groups = {
-            "data_parallel_group": data_parallel_group,
-            "zero_param_parallel_group": zero_param_parallel_group,
-            "sequence_data_parallel_group": sequence_data_parallel_group,
-            "mpu": mpu,
-        }
-        for name, group in groups.items():
-            refuse(
-                "zero.Init", name, group, 'set the sizes in the configuration, as in "mesh": {"data": 4, "tensor": 2}'
-            )
+        sizes = 'set the sizes in the configuration, as in "mesh": {"data": 4, "tensor": 2}'
+        refuse("zero.Init", "data_parallel_group", data_parallel_group, sizes)
+        refuse("zero.Init", "zero_param_parallel_group", zero_param_parallel_group, sizes)
+        refuse("zero.Init", "sequence_data_parallel_group", sequence_data_parallel_group, sizes)
+        refuse("zero.Init", "mpu", mpu, sizes)
         switch = "switch bf16 or fp16 on in the configuration, which converts the parameters"
         refuse("zero.Init", "dtype", None if dtype is torch.get_default_dtype() else dtype, switch)
         key = "set zero_optimization.zero_quantized_weights in the configuration"
         refuse("zero.Init", "zero_quantized_weights", zero_quantized_weights, key, False)
-        frozen = "frozen weights keep the dtype of the run; leave it out"
-        name = "zero_quantized_nontrainable_weights"
+        name, frozen = "zero_quantized_nontrainable_weights", "frozen weights keep the dtype of the run; leave it out"
         refuse("zero.Init", name, zero_quantized_nontrainable_weights, frozen, False)
-        refuse(
-            "zero.Init",
-            "param_swapper",
-            param_swapper,
-            'set "zero_optimization": {"offload_param": {"device": "cpu"}} in the configuration',
-        )
+        key = 'set "zero_optimization": {"offload_param": {"device": "cpu"}} in the configuration'
+        refuse("zero.Init", "param_swapper", param_swapper, key)
         self.defers = enabled and module is None
         self._entered: list[AbstractContextManager[object]] = []
 

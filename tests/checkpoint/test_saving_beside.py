@@ -159,10 +159,10 @@ def test_a_save_waits_for_the_one_before_and_so_does_loading(tmp_path: Path) -> 
     assert again.load_checkpoint(root)[0] == str(root / "global_step8")
     assert_same(again.gathered_state_dict(), expected)
     # The memory of the last copy serves the next one.
-    memory = engine._saves._memory.data_ptr()
+    memory = engine._state.background._memory.data_ptr()
     train(engine, 1, late=False)
     engine.save_checkpoint(root)
-    assert engine._saves._memory.data_ptr() == memory
+    assert engine._state.background._memory.data_ptr() == memory
     engine.destroy()
     again.mesh.group("world").exchange(torch.zeros(1))
     assert folders.latest(root) == "global_step9", "destroy() waits"

@@ -40,7 +40,7 @@ def begin(root: Path, on_failure: str = "continue", mesh: str = "2") -> tuple[ze
 
 def ended(engine: zeromesh.Engine) -> None:
     """Wait until the writers of all ranks have ended, so that the next step knows what came of them."""
-    engine._saves._thread.join()
+    engine._state.background._thread.join()
     engine.mesh.group("world").exchange(torch.zeros(1))
 
 
@@ -94,7 +94,7 @@ def silent(root: Path, rank: int, engine: zeromesh.Engine) -> None:
                 world.exchange(torch.zeros(1))
         else:
             engine.save_checkpoint(root)
-            engine._saves._thread.join()
+            engine._state.background._thread.join()
             world.exchange(torch.zeros(1))
         ended(engine)
 
@@ -114,10 +114,10 @@ def fail_and_go_on(folder: str) -> dict[str, str]:
         rank, world = engine.mesh.rank, engine.mesh.group("world")
         train(engine, 1)
         fault(root, rank, engine)
-        expected = engine._saves.failed()
+        expected = engine._state.background.failed()
         assert expected or rank == 1, "the first rank knows in any case"
         train(engine, 1)
-        assert not engine._saves.failed(), "the ranks have agreed on it"
+        assert not engine._state.background.failed(), "the ranks have agreed on it"
         with pytest.raises((OSError, RuntimeError)) as caught:
             engine.wait_for_checkpoint()
         found[name] = message(caught)

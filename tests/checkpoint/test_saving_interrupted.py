@@ -89,7 +89,7 @@ def test_a_save_that_was_waited_for_until_ctrl_c_still_holds_its_own_step(tmp_pa
     with held_in_the_middle() as gate:
         engine.save_checkpoint(root / "first")
         interrupted(engine.wait_for_checkpoint)
-        interrupted(engine._saves.close)
+        interrupted(engine._state.background.close)
         train(engine, 1)
         opens = when_main_waits(gate.set)
         engine.save_checkpoint(root / "second")  # waits for the first again
@@ -170,7 +170,7 @@ def break_the_disk(engine: zeromesh.Engine, root: Path, number: int) -> None:
             broken.enter_context(patch.object(boxes.ShardWriter, "finish", fail_from_here))
         engine.save_checkpoint(root)
         if last:
-            engine._saves._thread.join()
+            engine._state.background._thread.join()
 
 
 def fail_without_a_note(folder: str, ranks: int) -> list[str]:
@@ -185,8 +185,8 @@ def fail_without_a_note(folder: str, ranks: int) -> list[str]:
             break_the_disk(engine, root, number)
             world.exchange(torch.zeros(1))
             train(engine, 1)
-            engine._saves._thread.join()
-        assert not engine._saves.failed(), "all ranks heard of it in the step"
+            engine._state.background._thread.join()
+        assert not engine._state.background.failed(), "all ranks heard of it in the step"
         with pytest.raises((OSError, RuntimeError)) as caught:
             engine.wait_for_checkpoint()
         messages.append(str(caught.value))

@@ -16,7 +16,7 @@ from torch import nn
 import zeromesh
 from harness import run_ranks
 from run import configuration, sgd, train_step
-from zeromesh.engine.observe.monitors import MONITORS, CsvFiles, Monitor, open_monitor
+from zeromesh.engine.observe.monitors import MONITORS, CsvFiles, Monitor, TensorBoardFiles
 
 RANKS, MICRO, ACCUMULATION = 2, 3, 2
 BATCH = RANKS * MICRO * ACCUMULATION
@@ -127,7 +127,7 @@ def test_a_resumed_run_has_every_update_once(tmp_path: Path) -> None:
 
 def test_a_resumed_board_keeps_values_with_steps_of_their_own_and_hides_others(tmp_path: Path) -> None:
     def begin() -> Monitor:
-        return Monitor({"tensorboard": open_monitor("tensorboard", tmp_path)})
+        return Monitor({"tensorboard": TensorBoardFiles(tmp_path)})
 
     monitor = begin()
     for update in (1, 2, 3):
@@ -292,8 +292,7 @@ def test_a_step_that_is_no_whole_number_is_refused_on_every_rank(step: Any) -> N
 
 
 def test_every_row_of_the_table_can_be_opened_by_its_section(tmp_path: Path) -> None:
-    from zeromesh.engine.initialize.optimizer_setup import ARGUMENTS
-
-    assert MONITORS.keys() == ARGUMENTS.keys()
-    assert isinstance(open_monitor("csv_monitor", tmp_path / "a" / "b"), CsvFiles)
+    sections = zeromesh.Settings.load({"csv_monitor": {"output_path": str(tmp_path / "a"), "job_name": "b"}})
+    assert all(hasattr(sections, name) for name in MONITORS)
+    assert isinstance(MONITORS["csv_monitor"](sections.csv_monitor), CsvFiles)
     assert os.listdir(tmp_path / "a" / "b") == []

@@ -21,7 +21,7 @@ from zeromesh.apps.train.train_settings import ModelShape
 from zeromesh.base.files import free_path
 from zeromesh.base.operation_counts import Operations
 from zeromesh.base.spans import NOTHING, Clock, Spans, span
-from zeromesh.engine.observe.breakdown import MOST_PHASES, Sums, Timer
+from zeromesh.engine.observe.breakdown import MOST_PHASES, Timer
 from zeromesh.engine.observe.profiler_trace import span_table
 
 RANKS = 2
@@ -178,13 +178,12 @@ def test_spans_of_another_thread_belong_to_the_phase() -> None:  # as in a backw
         with span("fetch"), span("wait"):
             pass
 
+    timer = Timer(spans)
     with spans.phase("backward"):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-    sums = Sums(spans.clock, 1)
-    sums.add(spans.phases)
-    found = sums.breakdown(6, 1)
+    found = timer.take(1)
     assert found.phases["backward"] == 5.0
     assert found.inside["backward"] == {"fetch": 2.0, "wait": 1.0}
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from zeromesh.base.signatures import refuse
-from zeromesh.config.engine_answers import Asked
+from zeromesh.config.engine_answers import Asked, answer
 from zeromesh.deepspeed.engine_weights import Weights
 from zeromesh.deepspeed.parameters import ParameterOffload
 from zeromesh.deepspeed.questions import (
@@ -25,9 +26,10 @@ from zeromesh.deepspeed.questions import (
 )
 from zeromesh.deepspeed.wrappers import attributes
 from zeromesh.engine.batches import check_loss
+from zeromesh.engine.delegation import of_part
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.initialize.optimizer_setup import build_loader
-from zeromesh.engine.state import Parts
+from zeromesh.engine.state import EngineState
 from zeromesh.shard.optim.bound import name_values
 from zeromesh.shard.store import aside
 
@@ -58,23 +60,30 @@ _KINDS = {
 """Kinds of states that rest between updates; gradients have no memory then that could be moved."""
 
 
-class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the engine's own methods count
+class DeepSpeedEngine(Engine, nn.Module):  # type: ignore[misc]  # the engine's own methods count
     """An engine that is a module around the user's, as DeepSpeed's is: parameters are called ``module.NAME``.
 
     Tables in ``questions.py`` have its names that need no method here.
     """
 
     def __init__(
-        self, parts: Parts, document: Mapping[str, Any], mpu: Any = None, users_optimizer: bool = False
+        self,
+        state: EngineState,
+        document: Mapping[str, Any],
+        mpu: Any = None,
+        users_optimizer: bool = False,
+        plateau: ReduceLROnPlateau | None = None,
     ) -> None:
         nn.Module.__init__(self)
-        self._document = dict(document)
-        # Also a plain attribute: the engine looks for missing ones in the model, which it must not look for there.
-        vars(self)["module"] = parts.sharded.model
-        Engine.__init__(self, parts)
+        self._config_view = AnsweredConfig(document, state)
+        Engine.__init__(self, state)
+        self.module = state.module
+        if plateau is not None:
+            self.lr_scheduler = plateau
+        self.saves = Weights(state, answer("checkpoint_tag_validation_fail", self.asked))
         self.mpu = mpu
         self.tput_timer = Throughput(self)
-        self.is_compiled = False
+        self.is_compiled = state.config.compile.enabled
         self._applied = False
         self._batch_fn: Callable[[Any], Any] | None = None
         self._update.skip_losses()
@@ -83,6 +92,14 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
         if self.optimizer is not None:
             offload = {"parameter_offload": ParameterOffload(self.sharded)} if self.sharded.sharded else {}
             name_values(self.optimizer, **offload, **attributes(self, users_optimizer))
+
+    load_state_dict = of_part("saves", Weights.load_state_dict)
+    module_state_dict = of_part("saves", Weights.module_state_dict)
+    load_module_state_dict = of_part("saves", Weights.load_module_state_dict)
+    save_16bit_model = of_part("saves", Weights.save_16bit_model)
+    save_fp16_model = of_part("saves", Weights.save_fp16_model)
+    _consolidated_16bit_state_dict = of_part("saves", Weights.consolidated_16bit_state_dict)
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
     # The module.
 
@@ -94,7 +111,8 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "module":
-            self._modules[name] = vars(self)[name] = value
+            self._modules[name] = value
+            object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
 
@@ -135,23 +153,19 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
     # The configuration.
 
     @property
-    def config(self) -> Any:
+    def config(self) -> Any:  # type: ignore[override]
         """The configuration as it was written, as a dict, with the resolved settings as attributes."""
         return self._config_view
 
-    @config.setter
-    def config(self, settings: Any) -> None:
-        self._settings, self._config_view = settings, AnsweredConfig(self._document, settings)
-
     @property
-    def asked(self) -> Any:
+    def asked(self) -> Any:  # type: ignore[override]
         """Values that the answers about the configuration follow from."""
-        return Asked(self._document, self._settings)
+        return Asked(self._config_view, self._state.config)
 
     @property
-    def loss_scale(self) -> CallableScale:
+    def loss_scale(self) -> CallableScale:  # type: ignore[override]
         """Current loss scale, 1 where the loss is not scaled; called, it returns the configured one."""
-        return CallableScale(self._update.loss_scale, self._settings.fp16.loss_scale)
+        return CallableScale(self._update.loss_scale, self._state.config.fp16.loss_scale)
 
     # Training.
 
@@ -234,7 +248,7 @@ class DeepSpeedEngine(Weights, Engine, nn.Module):  # type: ignore[misc]  # the 
             raise ValueError(f"micro_batch_size is {micro_batch_size}; it must be at least 1")
         train_size = micro_batch_size * self.gradient_accumulation_steps() * self.mesh.data_size
         sizes = {"train_micro_batch_size_per_gpu": micro_batch_size, "train_batch_size": train_size}
-        self.config = self._settings.model_copy(update=sizes)
+        self._state.change_sizes(sizes)
 
     def deepspeed_io(
         self, dataset: Any, batch_size: int | None = None, route: str = "train", pin_memory: bool = True,

@@ -34,7 +34,7 @@ from zeromesh.deepspeed.questions import data_seed
 from zeromesh.deepspeed.start_group import init_distributed
 from zeromesh.deepspeed.wrappers import require_supported
 from zeromesh.engine import owners
-from zeromesh.engine.initialize.step_results import Arguments
+from zeromesh.engine.initialize.run_plan import Arguments
 from zeromesh.engine.pipeline_module import PipelineModule
 from zeromesh.shard.parameters.absent_guard import OWN_CLASS, change_class
 
@@ -97,12 +97,11 @@ def initialize(
         data_seed(asked),
     )
     start = partial(init_distributed, distributed_port=distributed_port, dist_init_required=dist_init_required)
-    make_engine = partial(make, document=written, mpu=mpu, users_optimizer=optimizer is not None)
+    users = optimizer is not None
+    make_engine = partial(make, document=written, mpu=mpu, users_optimizer=users, plateau=plateau)
     engine, *others = build.run_steps(chosen, start, kind=make_engine)
     assert isinstance(engine, DeepSpeedEngine)
     _warn_of_forgotten(optimizer)
-    if plateau is not None:
-        vars(engine).update(lr_scheduler=plateau)
     return engine, *others[:2], engine.lr_scheduler
 
 

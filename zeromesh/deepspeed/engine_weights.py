@@ -14,7 +14,8 @@ from zeromesh.checkpoint.contents import plain_names
 from zeromesh.checkpoint.whole import keys_of
 from zeromesh.comm.agreement import agree_run, texts
 from zeromesh.deepspeed.fp32_weights import leave_script
-from zeromesh.engine.saving import Saving
+from zeromesh.engine.saving import Saves
+from zeromesh.engine.state import EngineState
 from zeromesh.zero import GatheredParameters
 
 _log = logging.getLogger(__name__)
@@ -22,11 +23,20 @@ _log = logging.getLogger(__name__)
 PREFIX = "module."  # of names of parameters in the engine, which is a module around the user's
 
 
-class Weights(Saving):
-    """Weights of the module in an engine."""
+class Weights(Saves):
+    """Checkpoints and state dicts of an engine that is a module around the user's.
+
+    Args:
+        state: of the engine.
+        same_tags: raise an error where ranks pass different tags.
+    """
+
+    def __init__(self, state: EngineState, same_tags: bool) -> None:
+        super().__init__(state)
+        self._same_tags = same_tags
 
     # With the signature, by which libraries find out what it can leave out.
-    @wraps(Saving.save_checkpoint)
+    @wraps(Saves.save_checkpoint)
     def save_checkpoint(  # type: ignore[override]
         self, save_dir: str | Path, tag: Any = None, *args: Any, **kwargs: Any
     ) -> bool:
@@ -37,19 +47,19 @@ class Weights(Saving):
         Raises:
             AssertionError: ranks pass different tags, and ``checkpoint.tag_validation`` is ``Fail``.
         """
-        tags = texts(self.mesh.group("world"), "" if tag is None else str(tag))
+        tags = texts(self._state.mesh.group("world"), "" if tag is None else str(tag))
         if len(set(tags)) > 1:
             problem = f"save_checkpoint() with the tags {', '.join(sorted(set(tags)))}; pass one on all ranks"
-            if self.checkpoint_tag_validation_fail():  # type: ignore[attr-defined]
+            if self._same_tags:
                 raise AssertionError(problem)
             # Whatever is configured: a checkpoint is one folder, which all ranks write to.
             _log.warning("%s; the first rank's is taken", problem)
         folder = super().save_checkpoint(save_dir, tags[0] or None, *args, **kwargs).parent
-        if self.mesh.rank == 0 and self.config.zero_optimization.stage > 0:
+        if self._state.mesh.rank == 0 and self._state.config.zero_optimization.stage > 0:
             leave_script(folder)
         return True
 
-    @wraps(Saving.load_checkpoint)
+    @wraps(Saves.load_checkpoint)
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:  # type: ignore[override]
         """Load a checkpoint as ``zeromesh.Engine`` does; (None, None) if there is none. Collective.
 
@@ -83,7 +93,7 @@ class Weights(Saving):
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:  # fmt: skip
         """Return the module's state dict with whole parameters, on every rank. Collective."""
-        state = Saving.state_dict(self, prefix=prefix, keep_vars=keep_vars)
+        state = super().state_dict(prefix=prefix, keep_vars=keep_vars)
         state = {name: value for name, value in state.items() if name not in self._frozen(exclude_frozen_parameters)}
         if destination is None:
             return state
@@ -106,29 +116,28 @@ class Weights(Saving):
         """
         state = checkpoint["module"]
         if custom_load_fn is not None:
-            first = self.mesh.stage_ranks[0]
-            with GatheredParameters(self.module.parameters(), modifier_rank=first), torch.no_grad():
-                custom_load_fn(src=state, dst=self.module)
+            module, first = self._state.module, self._state.mesh.stage_ranks[0]
+            with GatheredParameters(module.parameters(), modifier_rank=first), torch.no_grad():
+                custom_load_fn(src=state, dst=module)
             return
         missing = set(allowed_missing_keys or ())
-        result = Saving.load_state_dict(self, state, strict=strict and not missing)
+        result = super().load_state_dict(state, strict=strict and not missing)
         lacking = sorted(set(result.missing_keys) - missing)
         if strict and (lacking or result.unexpected_keys):
             raise RuntimeError(f"the state lacks {lacking}, and has {result.unexpected_keys} that the module does not")
 
     def _frozen(self, excluded: bool) -> set[str]:
         """Return the names of parameters that are not trained, if they are ``excluded``."""
-        keys = keys_of(self.module)[0] if excluded else {}
-        return {key for p in self.module.parameters() if not p.requires_grad for key in keys.get(id(p), [])}
+        module = self._state.module
+        keys = keys_of(module)[0] if excluded else {}
+        return {key for p in module.parameters() if not p.requires_grad for key in keys.get(id(p), [])}
 
-    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+    def consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """Return the module's whole state on the CPU of the first rank, in the dtype of the run; empty elsewhere."""
         # Not None, as in DeepSpeed: transformers' save_pretrained, which all ranks call with it, would then read the
         # module's own weights, which are in parts.
         frozen, state = self._frozen(exclude_frozen_parameters), self.gathered_state_dict()
         return {name: value for name, value in state.items() if name not in frozen}
-
-    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin",
@@ -143,15 +152,15 @@ class Weights(Saving):
             return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters, **more)
         if merge_adapters:
             raise ValueError("merge_adapters is for safetensors; give a save_filename that ends in .safetensors")
-        plain, state = plain_names(self.module), self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+        plain, state = plain_names(self._state.module), self.consolidated_16bit_state_dict(exclude_frozen_parameters)
         state = {plain(name): value for name, value in state.items()}
 
         def write() -> None:
-            if self.mesh.rank == 0:
+            if self._state.mesh.rank == 0:
                 Path(save_dir).mkdir(parents=True, exist_ok=True)
                 torch.save(state, Path(save_dir) / save_filename)
 
-        agree_run(self.mesh.group("world"), "write the model", write)
+        agree_run(self._state.mesh.group("world"), "write the model", write)
         return True
 
     def save_fp16_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin") -> bool:

@@ -21,7 +21,7 @@ from zeromesh.deepspeed.pipe_topology import PipelineParallelGrid, ProcessTopolo
 from zeromesh.engine import batches
 from zeromesh.engine.engine import BY_BATCH
 from zeromesh.engine.pipeline_module import PipelineModule
-from zeromesh.engine.state import Parts
+from zeromesh.engine.state import EngineState
 from zeromesh.parallel.pipeline.runtime.cut import examine
 from zeromesh.parallel.pipeline.schedule.partition import starts_of
 from zeromesh.shard.parameters.deferred import is_deferred, replayed
@@ -149,10 +149,8 @@ def _mean_over(value: torch.Tensor, group: Group) -> torch.Tensor:
 class PipelineEngine(DeepSpeedEngine):
     """The engine of a ``PipelineModule``, which is trained by ``train_batch`` alone."""
 
-    def __init__(
-        self, parts: Parts, document: Mapping[str, Any], mpu: Any = None, users_optimizer: bool = False
-    ) -> None:
-        super().__init__(parts, document, mpu, users_optimizer)
+    def __init__(self, state: EngineState, document: Mapping[str, Any], mpu: Any = None, **options: Any) -> None:
+        super().__init__(state, document, mpu, **options)
         if isinstance(self.module, StagedModule) and self.mesh.sizes["context"] > 1:
             raise ValueError(
                 f"mesh.context is {self.mesh.sizes['context']}, but grids of DeepSpeed have no such axis; set it to "

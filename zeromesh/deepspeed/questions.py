@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import inf, isfinite
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from zeromesh.comm.detect import Environment
 from zeromesh.config.engine_answers import ANSWERS, Asked, answer
 from zeromesh.deepspeed.process_groups import group_of
+from zeromesh.engine.state import EngineState
 
 Engine = Any  # a DeepSpeedEngine, which is made with these tables
 
@@ -129,16 +130,16 @@ def methods() -> dict[str, Callable[..., Any]]:
 
 
 class AnsweredConfig(dict[str, Any]):
-    """The configuration as it was written, as a dict; its attributes are those of the settings."""
+    """The configuration of an engine as it was written, as a dict; its attributes are those of the settings."""
 
-    def __init__(self, document: dict[str, Any], settings: Any) -> None:
+    def __init__(self, document: Mapping[str, Any], state: EngineState) -> None:
         super().__init__(document)
-        self.settings = settings
+        self._state = state
 
     def __getattr__(self, name: str) -> Any:
-        if name == "settings":
+        if name == "_state":
             raise AttributeError(name)
-        return getattr(self.settings, name)
+        return getattr(self._state.config, name)
 
 
 class CallableScale(float):

@@ -16,7 +16,7 @@ from zeromesh.base.operation_counts import Operations
 from zeromesh.base.signatures import refuse
 from zeromesh.base.words import scaled_text
 from zeromesh.config.settings import Settings
-from zeromesh.engine.initialize.optimizer_setup import open_monitors
+from zeromesh.engine.observe.monitors import open_monitors
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> Settings:

@@ -1,26 +1,53 @@
-"""Engine: forward, backward, step. ``computation.py`` runs forward and backward, ``update.py`` the update."""
+"""Engine: forward, backward, step.
+
+``computation.py`` runs forward and backward, ``update.py`` the update, ``saving.py`` saves and loads, and
+``engine_reports.py`` tells of the run.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zeromesh.base.signatures import refuse
 from zeromesh.base.spans import span
+from zeromesh.base.words import counted
 from zeromesh.comm.rank import record_step
 from zeromesh.engine import batches
-from zeromesh.engine.answers import Answers, Batching
+from zeromesh.engine.delegation import Attribute, of_part
+from zeromesh.engine.engine_reports import Reports
 from zeromesh.engine.observe.monitors import learning_values
-from zeromesh.engine.saving import Saving
-from zeromesh.engine.state import Parts
+from zeromesh.engine.saving import Saves
+from zeromesh.engine.state import EngineState
 from zeromesh.parallel.activation.compiled import compile_blocks
 from zeromesh.shard.optim.bound import bind
 from zeromesh.shard.store import aside
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from zeromesh.base.loader import Loader, Position
+    from zeromesh.comm.mesh import Mesh
+    from zeromesh.config.settings import Resolved
+    from zeromesh.engine.computation import Computation
+    from zeromesh.engine.curriculum import LengthCurriculum
+    from zeromesh.engine.observe.monitors import Monitor
+    from zeromesh.engine.observe.observer import Observer
+    from zeromesh.engine.pipelined import Pipelined, StageWork
+    from zeromesh.engine.update import Update
+    from zeromesh.parallel.activation.activation_store import ActivationStore
+    from zeromesh.parallel.context.applied import SpreadSequences
+    from zeromesh.shard.gradients.accumulation import Accumulation
+    from zeromesh.shard.optim.scaler import LossScaler
+    from zeromesh.shard.optim.spikes import SpikeWatch
+    from zeromesh.shard.sharded import ShardedModel
 
 _log = logging.getLogger("zeromesh")
 
@@ -30,18 +57,103 @@ BY_BATCH = (
 )
 
 
-class Engine(Batching, Answers, Saving):
-    """Trains one model over the ranks of a mesh; see ``EngineState`` for its attributes."""
+class Engine:
+    """Trains one model over the ranks of a mesh.
 
-    def __init__(self, parts: Parts) -> None:
-        super().__init__(parts)
+    The methods of its parts are its own, too: those of ``saves`` (``Saves`` in ``saving.py``) about checkpoints and
+    state dicts, and those of ``reports`` (``Reports`` in ``engine_reports.py``) about the run.
+    """
+
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
+        self.saves, self.reports = Saves(state), Reports(state)
         # An optimizer knows the engine by a weak reference, and the engine may live no longer than its model.
-        self._aside = aside.Aside(parts.sharded, parts.optimizer)
-        self._unbind: Callable[[], None] | None = None if parts.optimizer is None else bind(parts.optimizer, self)
+        self._aside = aside.Aside(state.sharded, state.optimizer)
+        self._unbind: Callable[[], None] | None = None if state.optimizer is None else bind(state.optimizer, self)
+
+    module: Attribute[nn.Module] = Attribute("_state")
+    """Model, the same object that was passed in."""
+    mesh: Attribute[Mesh] = Attribute("_state")
+    """Ranks."""
+    device: Attribute[torch.device] = Attribute("_state")
+    """Device of this rank."""
+    config: Attribute[Resolved] = Attribute("_state")
+    """Resolved settings."""
+    optimizer: Attribute[Optimizer | None] = Attribute("_state")
+    """Optimizer of this rank's pieces; None if there is none."""
+    lr_scheduler: Attribute[Any] = Attribute("_state")
+    """Schedule, stepped after every update; None if there is none."""
+    loss_scaler: Attribute[LossScaler | None] = Attribute("_state")
+    """Scaler of losses in fp16; None where they are not scaled."""
+    training_dataloader: Attribute[Loader | None] = Attribute("_state")
+    """Loader of ``training_data``; None if there is none."""
+    data_position: Attribute[Position | None] = Attribute("_state")
+    """Position of the loader at the last update; batches handed out since are not counted."""
+    data_rank: Attribute[int] = Attribute("mesh")
+    """Index of the share of the global batch that this process feeds."""
+    data_size: Attribute[int] = Attribute("mesh")
+    """Number of shares of the global batch."""
+    global_steps: Attribute[int] = Attribute("_state")
+    """Updates so far, skipped ones included."""
+    global_samples: Attribute[int] = Attribute("_state")
+    """Samples that all ranks have consumed in them."""
+    micro_steps: Attribute[int] = Attribute("_state")
+    """Micro-batches so far."""
+    skipped_steps: Attribute[int] = Attribute("_state")
+    """Number of updates that were left out because a gradient was not finite, or as spikes."""
+    spikes: Attribute[SpikeWatch] = Attribute("_state")
+    """Comparison of updates with those before them; ``spikes.last`` is the last update if it was a spike."""
+    loss_scale: Attribute[float] = Attribute("_state.update")
+    """Current loss scale; 1 where the loss is not scaled."""
+    gradient_factor: Attribute[float] = Attribute("_state.update")
+    """Factor that makes the mean over the ranks of the gradients' sum as it is kept."""
+    asked: Attribute[int] = Attribute("_state.update")
+    """Bits of all numbers that any rank passed to ``ask`` before the last update; 0 if none did."""
+    updating: Attribute[bool] = Attribute("_state.update")
+    """True if the optimizer's own step runs as a part of an update."""
+    monitor: Attribute[Monitor] = Attribute("_state.observer")
+    """Writer of values for TensorBoard, Weights & Biases or CSV files; it takes the user's values, too."""
+    curriculum_scheduler_legacy: Attribute[LengthCurriculum | None] = Attribute("_state.computation", "curriculum")
+    """Curriculum over the length of samples, whose ``get_current_difficulty()`` is that of the next update."""
+    # Parts of the state, for other rooms.
+    sharded: Attribute[ShardedModel] = Attribute("_state")
+    observer: Attribute[Observer] = Attribute("_state")
+    context_parallel: Attribute[SpreadSequences | None] = Attribute("_state")
+    activations: Attribute[ActivationStore | None] = Attribute("_state")
+    pipelined: Attribute[Pipelined | None] = Attribute("_state")
+    stage_work: Attribute[StageWork | None] = Attribute("_state")
+
+    _accumulation: Attribute[Accumulation] = Attribute("_state", "accumulation")
+    _computation: Attribute[Computation] = Attribute("_state", "computation")
+    _update: Attribute[Update] = Attribute("_state", "update")
+    _passes: Attribute[Iterator[Any] | None] = Attribute("_state", "passes")
+
+    save_checkpoint = of_part("saves", Saves.save_checkpoint)
+    save_to_memory = of_part("saves", Saves.save_to_memory)
+    wait_for_checkpoint = of_part("saves", Saves.wait_for_checkpoint)
+    load_checkpoint = of_part("saves", Saves.load_checkpoint)
+    state_dict = of_part("saves", Saves.state_dict)
+    load_state_dict = of_part("saves", Saves.load_state_dict)
+    gathered_state_dict = of_part("saves", Saves.gathered_state_dict)
+    full_weights = of_part("saves", Saves.full_weights)
+    save_16bit_model = of_part("saves", Saves.save_16bit_model)
+
+    memory_report = of_part("reports", Reports.memory_report)
+    prediction_report = of_part("reports", Reports.prediction_report)
+    traffic_report = of_part("reports", Reports.traffic_report)
+    bound_report = of_part("reports", Reports.bound_report)
+    work_report = of_part("reports", Reports.work_report)
+    check_health = of_part("reports", Reports.check_health)
+    compile_seconds = of_part("reports", Reports.compile_seconds)
+
+    train_batch_size = of_part("_state", EngineState.train_batch_size)
+    """Samples per update over all ranks: a method without arguments."""
+    zero_grad = of_part("_state", EngineState.zero_grad)
+    """Drop the gradients of the micro-batches since the last update; accumulation starts anew."""
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the model; its methods may use its parameters."""
-        if name == "module":
+        if name == "_state":
             raise AttributeError(name)
         # A property of the engine that raised an AttributeError leads here, too, and its own message says more.
         if hasattr(type(self), name):
@@ -182,7 +294,7 @@ class Engine(Batching, Answers, Saving):
         self.observer.after_update(self.global_steps)
         record_step(self.global_steps + 1)
         if self._update.save_failed:
-            self._saves.surface(raises=self.config.checkpoint.on_failure == "stop")
+            self._state.background.surface(raises=self.config.checkpoint.on_failure == "stop")
 
     def _agree_and_update(self, schedule: Callable[[], Any] | None) -> None:
         samples = self.train_batch_size()
@@ -190,13 +302,9 @@ class Engine(Batching, Answers, Saving):
             samples = samples // self._accumulation.steps * self._accumulation.backwards
         agreement = self._update.agree(self.global_steps + 1)
         # Those of this update: the schedule and the overflow change them for the next one.
-        rates, scale = self.get_lr(), self.loss_scale if self.loss_scaler else None
-        # Skipped updates count, too, as in DeepSpeed: the micro-batches are used up.
-        self.global_steps += 1
-        self.global_samples += samples
-        self._begin_update()
-        if self.training_dataloader is not None:
-            self.data_position = self.training_dataloader.position
+        rates, scale = self.get_lr(), self._update.loss_scale if self.loss_scaler else None
+        # Skipped updates count, too, as in DeepSpeed.
+        self._state.count_update(samples)
         if self._update.apply(agreement, self.global_steps):
             # Not after a skipped update: a schedule counts updates of the parameters.
             if schedule is not None:
@@ -317,6 +425,73 @@ class Engine(Batching, Answers, Saving):
         mean = rows[:, 0].sum() / rows[:, 1].sum()
         return mean.to(losses[0]) if losses else mean.to(self.device, self._loss_dtype)
 
+    # Batches.
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per update."""
+        return self._accumulation.steps
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per rank and micro-batch."""
+        return self.config.train_micro_batch_size_per_gpu
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the global batch by changing how many micro-batches are accumulated.
+
+        Raises:
+            ValueError: not a multiple of what one micro-batch of all ranks holds.
+        """
+        each = self.config.train_micro_batch_size_per_gpu * self.data_size
+        # The size of a micro-batch is the loader's, so that only their number can change.
+        if train_batch_size <= 0 or train_batch_size % each:
+            nearest = max(1, round(train_batch_size / each)) * each
+            raise ValueError(
+                f"train_batch_size {train_batch_size} is not a multiple of micro-batch {each // self.data_size} x "
+                f"{counted(self.data_size, 'rank')} = {each}; the nearest is {nearest}"
+            )
+        self._accumulation.set_steps(train_batch_size // each)
+        sizes = {"train_batch_size": train_batch_size, "gradient_accumulation_steps": self._accumulation.steps}
+        self._state.change_sizes(sizes)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return whether the current micro-batch is the last one before an update."""
+        return self._accumulation.at_boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Set whether the current micro-batch, and each after it, is the last one before an update."""
+        self._accumulation.set_boundary(is_boundary)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients in this context without an update.
+
+        Replicated gradients stay on their rank until a backward outside of it, or ``step``.
+        """
+        with self._accumulation.no_sync():
+            yield
+
+    # Values of the last update.
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group; 0 of a group that has none, as in DeepSpeed."""
+        # ``float`` waits for the device where a rate is a tensor there.
+        return [float(group.get("lr", 0.0)) for group in self.optimizer.param_groups] if self.optimizer else []
+
+    def get_global_grad_norm(self) -> float | None:
+        """Global norm of the last update's gradient before clipping; None before the first."""
+        return self._update.norm
+
+    def get_mean_loss(self) -> float | None:
+        """Mean loss of the last update over ranks and micro-batches; no rank asks another.
+
+        None before the first update, and where the user called ``loss.backward()`` instead of ``engine.backward``.
+        """
+        return self._update.mean_loss
+
+    def curriculum_enabled_legacy(self) -> bool:
+        """Return whether samples are cut to the length of a curriculum."""
+        return self._computation.curriculum is not None
+
     # The model.
 
     def train(self, mode: bool = True) -> Engine:
@@ -376,8 +551,8 @@ class Engine(Batching, Answers, Saving):
         if self._unbind is not None:
             self._unbind()
         self.sharded.close()
-        if self._copies is not None:
+        if self._state.copies is not None:
             error = sys.exc_info()[1]
             ends_well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
-            self._copies.forget(failed=not ends_well)
-        self._saves.close()
+            self._state.copies.forget(failed=not ends_well)
+        self._state.background.close()

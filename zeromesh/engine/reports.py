@@ -1,4 +1,4 @@
-"""Reports of an engine: memory, traffic, bounds, predictions, and remedies when memory is used up."""
+"""Memory of a rank: what is allocated and used, and remedies when it is used up."""
 
 from __future__ import annotations
 
@@ -12,32 +12,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zeromesh.base.kernels.measure import best_seconds
-from zeromesh.base.machine import live_bytes, memory_bandwidth, peak_bytes, peak_flops
+from zeromesh.base.machine import live_bytes, peak_bytes
 from zeromesh.base.placement import Placement, PlacementRow, Tier
 from zeromesh.base.words import bytes_text
-from zeromesh.comm.agreement import catch
-from zeromesh.comm.mesh import Mesh
-from zeromesh.comm.traffic import Traffic
 from zeromesh.config.settings import Resolved
 from zeromesh.engine.initialize.widths import tables_of, widths_of
-from zeromesh.engine.observe.observer import Observer
-from zeromesh.engine.observe.resource_bounds import COMPUTE, DISK, HOST, LINK, NETWORK, Amount, Bounds, bounds
 from zeromesh.shard import sizes
 from zeromesh.shard.accounting import allocations
 from zeromesh.shard.sharded import ShardedModel
-from zeromesh.shard.store.file_blocks import measure_bandwidth
-from zeromesh.shard.store.link import Link
-from zeromesh.shard.store.memory import empty_on
 
 if TYPE_CHECKING:
     from zeromesh.parallel.activation.activation_store import ActivationStore
 
 STATES = ("parameter", "gradient", "optimizer", "slot", "buffer", "activation")
-
-PROBE = 64 << 20  # bytes that memory, link and disk are measured with; the network with a quarter.
-
-TIMES = 3  # measurements of each rate, of which the best counts
 
 REMEDIES = 3  # remedies that a note about a shortage lists
 
@@ -97,80 +84,6 @@ def _optimizer_state(sharded: ShardedModel, optimizer: Optimizer | None) -> Iter
                 # Numbers such as the step stay on the host where the tensors rest on NVMe, as those of tables do.
                 in_files = flat.optimizer_tier.in_blocks and not (value.ndim and flat in sharded.tables.flats)
                 yield "optimizer", (Tier.HOST if in_files else flat.optimizer_tier).value, value.nbytes
-
-
-def traffic(counted: Traffic, reset: bool) -> dict[str, dict[str, float]]:
-    """Return the traffic by ``collective/axis``, see ``Engine.traffic_report``; ``reset`` starts the count anew."""
-    by_collective: dict[str, dict[str, float]] = {}
-    for kind, axis in sorted(counted.bytes):
-        by_collective[f"{kind}/{axis}"] = {
-            "bytes": counted.bytes[kind, axis],
-            "calls": counted.calls[kind, axis],
-            "across_nodes": counted.across[kind, axis],
-        }
-        error = counted.relative_error(kind, axis)
-        if error is not None:
-            by_collective[f"{kind}/{axis}"]["relative_error"] = error
-    if reset:
-        counted.reset()
-    return by_collective
-
-
-def find_bounds(
-    observer: Observer, sharded: ShardedModel, dtype: torch.dtype, operations: float | None = None
-) -> Bounds | None:
-    """Find the resource that bounded the updates so far; see ``Engine.bound_report``. Collective."""
-    breakdown = observer.breakdown()
-    if breakdown is None:
-        return None
-    mesh, updates = sharded.mesh, observer.updates
-    amounts: dict[str, Amount] = {}
-    if operations is not None:
-        amounts[COMPUTE] = Amount(operations, peak_flops(mesh.device, dtype))
-    if sharded.host_updates.nbytes:
-        busy = sharded.host_updates.seconds / updates
-        amounts[HOST] = Amount(sharded.host_updates.nbytes / updates, memory_bandwidth(torch.get_num_threads()), busy)
-    if sharded.link.moved:
-        link, source = Link(mesh.device), torch.ones(PROBE, dtype=torch.uint8, device=mesh.device)
-        target = empty_on(Tier.HOST, PROBE, torch.uint8, mesh.device, sharded.row.pinned)
-        rate = PROBE / best_seconds(lambda: link.to_host(target, source).wait(), mesh.device, TIMES)
-        amounts[LINK] = Amount(sharded.link.moved / updates, rate)
-    disk = sharded.store.disk_traffic()
-    if disk is not None:
-        read, written = disk.bytes_read / updates, disk.bytes_written / updates
-        limit, folder = None, sharded.store.folder
-        # None where there is no room to measure it: a report is not worth an error.
-        rates = None if folder is None else catch(lambda: measure_bandwidth(folder, PROBE))[0]
-        if rates is not None and read + written:
-            limit = (read + written) / (read / rates.read + written / rates.write)
-        amounts[DISK] = Amount(read + written, limit, disk.busy_seconds / updates)
-    sent = sum(mesh.traffic.bytes.values())
-    if mesh.world_size > 1:  # all ranks measure, whatever each has sent
-        amounts[NETWORK] = Amount(sent / updates, network_bandwidth(mesh))
-    return bounds(breakdown, amounts)
-
-
-def network_bandwidth(mesh: Mesh) -> float:
-    """Bytes per second that this rank sends when all ranks sum a large tensor. All call it."""
-    group, tensor = mesh.group("world"), torch.ones(PROBE // 16, device=mesh.device)
-    counts = (mesh.traffic.calls, mesh.traffic.bytes, mesh.traffic.across)
-    saved = [dict(counted) for counted in counts]
-    before = sum(mesh.traffic.bytes.values())
-    listener = mesh.traffic.listen(None)
-
-    def add_up() -> None:
-        group.all_reduce(tensor, 0)
-        float(tensor[0])  # when it is there
-
-    try:
-        seconds = best_seconds(add_up, mesh.device, TIMES)
-        return (sum(mesh.traffic.bytes.values()) - before) / (TIMES + 1) / seconds
-    finally:
-        mesh.traffic.listen(listener)
-        # The user's counters do not count the measurement.
-        for counted, values in zip(counts, saved, strict=True):
-            counted.clear()
-            counted.update(values)
 
 
 @contextmanager

@@ -21,8 +21,11 @@ from zeromesh.shard.optim.bound import answer
 _log = logging.getLogger("zeromesh")
 
 
-class Saving(EngineState):
-    """Checkpoints and state dicts of an engine."""
+class Saves:
+    """Checkpoints and state dicts of an engine, whose methods the engine has, too."""
+
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
 
     def save_checkpoint(
         self, save_dir: str | Path, tag: str | None = None, client_state: dict[str, Any] | None = None,
@@ -57,17 +60,22 @@ class Saving(EngineState):
         if save_dir is None or str(save_dir) == "":
             raise ValueError(f"save_dir is {save_dir!r}; pass the folder that checkpoints are to be in")
         self._warn_of_gradients("save_checkpoint")
-        with self.observer.phase("checkpoint"):
-            self._saves.finish(raises=self.config.checkpoint.on_failure == "stop")
+        run = self._state
+        with run.observer.phase("checkpoint"):
+            run.background.finish(raises=run.config.checkpoint.on_failure == "stop")
             self._take_up_changes()
-            if self.config.replica_check.at_saves:
-                require_equal_replicas(self.sharded, f"after update {self.global_steps}")
-            background = self._saves if self.config.checkpoint.asynchronous else None
+            if run.config.replica_check.at_saves:
+                require_equal_replicas(run.sharded, f"after update {run.global_steps}")
             saved = save.save(
-                self, Path(save_dir), tag, client_state or {}, save_latest=save_latest,
-                exclude_frozen=exclude_frozen_parameters, background=background,
-            )  # fmt: skip
-            if self.mesh.rank == 0 and (self._copies is None or not self._copies.holds(Path(save_dir))):
+                run,
+                Path(save_dir),
+                tag,
+                client_state or {},
+                save_latest=save_latest,
+                exclude_frozen=exclude_frozen_parameters,
+                background=run.background if run.config.checkpoint.asynchronous else None,
+            )
+            if run.mesh.rank == 0 and (run.copies is None or not run.copies.holds(Path(save_dir))):
                 discard(Path(save_dir))  # copies of an earlier run, which this one did not go on from
             return saved
 
@@ -88,25 +96,25 @@ class Saving(EngineState):
             ValueError: ``checkpoint.peer_copies`` is 0.
             RuntimeError: the copy before could not be sent to another node.
         """
-        if self._copies is None:
+        if self._state.copies is None:
             raise ValueError("save_to_memory() needs checkpoint.peer_copies in the configuration; set it to 1")
         self._warn_of_gradients("save_to_memory")
-        with self.observer.phase("checkpoint"):
+        with self._state.observer.phase("checkpoint"):
             self._take_up_changes()
-            self._copies.save(self, Path(save_dir), client_state or {})
+            self._state.copies.save(self._state, Path(save_dir), client_state or {})
 
     def _warn_of_gradients(self, call: str) -> None:
         """Warn if gradients wait for their update: a checkpoint is of the last one, with its place in the data."""
-        if self._accumulation.begun and self.mesh.rank == 0:
+        if self._state.accumulation.begun and self._state.mesh.rank == 0:
             _log.warning(
                 "%s() between a backward and its update: the checkpoint is that of update %d, without the gradients "
-                "of the micro-batches since, which a resumed run computes again", call, self.global_steps,
+                "of the micro-batches since, which a resumed run computes again", call, self._state.global_steps,
             )  # fmt: skip
 
     def _take_up_changes(self) -> None:
         # The user may have written to parameters since the last update; masters, which are saved, take that up first.
-        self.sharded.tables.lookups.finish()
-        agree_run(self.mesh.group("world"), "save the checkpoint", self.sharded.take_changes)
+        self._state.sharded.tables.lookups.finish()
+        agree_run(self._state.mesh.group("world"), "save the checkpoint", self._state.sharded.take_changes)
 
     def wait_for_checkpoint(self) -> Path | None:
         """Wait until the last asynchronous save is complete on the disk, and return its folder. Collective.
@@ -117,7 +125,7 @@ class Saving(EngineState):
         Raises:
             OSError: it could not be written; RuntimeError on ranks that did write their part.
         """
-        return self._saves.wait()
+        return self._state.background.wait()
 
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | None = None, load_module_strict: bool = True,
@@ -146,29 +154,27 @@ class Saving(EngineState):
             FileNotFoundError: a file of it is missing.
             ValueError: it does not fit, or is not what was written. Nothing has been loaded then.
         """
-        self._saves.finish(raises=self.config.checkpoint.on_failure == "stop")
+        run, copies = self._state, self._state.copies
+        run.background.finish(raises=run.config.checkpoint.on_failure == "stop")
         # Changes are taken up and then overwritten; later they would overwrite what was loaded.
-        self.sharded.tables.lookups.finish()
-        self.sharded.take_changes()
-        self.sharded.rest()
+        run.sharded.tables.lookups.finish()
+        run.sharded.take_changes()
+        run.sharded.rest()
         states = load_optimizer_states and not load_module_only, load_lr_scheduler_states and not load_module_only
         position = load_data_position and not load_module_only
         parts = load.Taken(*states, position, not load_module_only, load_module_strict, custom_load_fn)
         place: tuple[Path, str | None] = (Path(load_dir), tag)
         # A model alone may be taken from the folder of another run, whose copies are not this run's.
         from_disk = tag is not None or load_module_only or custom_load_fn is not None
-        if self._copies is not None and not from_disk and (memory_copy := self._copies.find(place[0])) is not None:
+        if copies is not None and not from_disk and (memory_copy := copies.find(place[0])) is not None:
             place = memory_copy.parent, memory_copy.name
-        loaded = load.load(self, *place, parts)
-        if self._copies is not None and from_disk:
-            self._copies.forget()  # of a state that is not this one any more
-        # Gradients are of the parameters before.
-        self.zero_grad()
-        answer(self.optimizer, self._update.loss_scale, overflow=False)
-        # An iterator of train_batch would go on where it was, not where the loader is now.
-        self._passes = None
+        loaded = load.load(run, *place, parts)
+        if copies is not None and from_disk:
+            copies.forget()  # of a state that is not this one any more
+        run.forget_batches()
+        answer(run.optimizer, run.update.loss_scale, overflow=False)
         if loaded[0] is not None:
-            self.observer.rewind(self.global_samples)
+            run.observer.rewind(run.global_samples)
         return loaded
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -177,23 +183,24 @@ class Saving(EngineState):
         Parameters that are sharded, split or of other stages of a pipeline are in it as whole copies: every rank has
         all of the model then. ``gathered_state_dict`` gives it to the first rank alone.
         """
-        if not (self.sharded.sharded or self.sharded.is_split or self.pipelined or len(self.sharded.tables)):
-            state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        run, sharded = self._state, self._state.sharded
+        if not (sharded.sharded or sharded.is_split or run.pipelined or len(sharded.tables)):
+            state: dict[str, Any] = run.module.state_dict(*args, **kwargs)
             return state
         # With the parameters themselves, so that those that are sharded can be found by identity.
-        state = self.module.state_dict(*args, **{**kwargs, "keep_vars": True})
-        copies = whole.parameter_copies(self.sharded)
+        state = run.module.state_dict(*args, **{**kwargs, "keep_vars": True})
+        copies = whole.parameter_copies(sharded)
         state = {key: copies.get(id(value), value) for key, value in state.items()}
-        return whole.add_stages(self.sharded, state, kwargs.get("prefix", ""))
+        return whole.add_stages(sharded, state, kwargs.get("prefix", ""))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load a state dict into the model and the masters. Collective, with the same values on all ranks.
 
         The state of a model in pipeline stages holds all stages, as ``state_dict`` returns it.
         """
-        sharded = self.sharded
-        keys = whole.keys_of(self.module)[0]
-        model_name = model_names(self.module, self.module.state_dict(keep_vars=True))
+        sharded = self._state.sharded
+        keys = whole.keys_of(self._state.module)[0]
+        model_name = model_names(self._state.module, self._state.module.state_dict(keep_vars=True))
         state_dict = {model_name(name): value for name, value in state_dict.items()}
         with sharded.gathered(sharded.parts):
             result = whole.load_here(sharded, state_dict, strict)
@@ -204,14 +211,14 @@ class Saving(EngineState):
                     value = state_dict.get(keys.get(id(flat.parameters[index]), [segment.name])[0])
                     now = flat.parameters[index].detach()
                     if value is not None and flat.master.dtype != now.dtype and torch.equal(value.to(now), now):
-                        part = segment.held.cut(value.to(self.device))
+                        part = segment.held.cut(value.to(self._state.device))
                         flat.put(segment, part.reshape(-1))  # not rounded to 16 bits
-        self.sharded.publish()
+        self._state.sharded.publish()
         return result
 
     def gathered_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the model's whole state as CPU tensors on rank 0, an empty dict elsewhere. Collective."""
-        return whole.gathered_state_dict(self.sharded)
+        return whole.gathered_state_dict(self._state.sharded)
 
     def full_weights(
         self, dtype: torch.dtype | None = None, *, only_first_rank: bool = False
@@ -230,7 +237,7 @@ class Saving(EngineState):
         Raises:
             ValueError: the model has prompts of PEFT, which are no part of a layer.
         """
-        return export.full_weights(self.sharded, dtype, only_first_rank)
+        return export.full_weights(self._state.sharded, dtype, only_first_rank)
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "model.safetensors",
@@ -251,7 +258,7 @@ class Saving(EngineState):
             OSError: the first rank could not write; RuntimeError on the others.
             ValueError: there are no adapters to merge, or frozen parameters would be left out of what is merged.
         """
-        taken = () if self.pipelined is None else self.pipelined.taken
+        taken = () if self._state.pipelined is None else self._state.pipelined.taken
         chosen = {"merge_adapters": merge_adapters, "exclude_frozen": exclude_frozen_parameters}
-        export.save_model(self.sharded, Path(save_dir), save_filename, taken, **chosen)
+        export.save_model(self._state.sharded, Path(save_dir), save_filename, taken, **chosen)
         return True

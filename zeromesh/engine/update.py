@@ -58,7 +58,7 @@ class Update:
         watched = config.spikes
         self.spikes = SpikeWatch(watched.loss, watched.norm, watched.window, watched.action == "skip")
         self._skips_losses = scaler is not None  # whether a loss that is not finite is an overflow, and not an error
-        self.runs = False  # whether the optimizer's own step runs as a part of an update
+        self.updating = False  # whether the optimizer's own step runs as a part of an update
         self._sharded, self._config, self._optimizer = sharded, config, optimizer
         self._mesh, self._accumulation = sharded.mesh, sharded.accumulation
         # Gradients of states on the host are not the optimizer's own either.
@@ -77,7 +77,7 @@ class Update:
         return self.scaler.scale if self.scaler else 1.0
 
     @property
-    def factor(self) -> float:
+    def gradient_factor(self) -> float:
         """Factor that makes the mean over the ranks of the gradients' sum as it is kept."""
         return self._sharded.reducer.factor / self.loss_scale
 
@@ -111,12 +111,12 @@ class Update:
         if interval is not None and number % interval == 0:
             with span("compare_replicas"):
                 require_equal_replicas(self._sharded, f"before update {number}")
-        self.norm = agreement.norm * self.factor
+        self.norm = agreement.norm * self.gradient_factor
         return agreement
 
     def apply(self, agreement: Agreement, number: int) -> bool:
         """Update the parameters; return False if the update is skipped instead, on all ranks."""
-        optimizer, factor = self._optimizer, self.factor  # before the loss scale changes
+        optimizer, factor = self._optimizer, self.gradient_factor  # before the loss scale changes
         assert optimizer is not None
         skips = self._must_skip(agreement, number) or self._is_left_out(agreement, number)
         answer(optimizer, self.loss_scale, skips)
@@ -145,7 +145,7 @@ class Update:
             self._sharded.forget_gradients()
             raise
         # The optimizer's hook asks it: a step of the user's is turned into an update, this one is not.
-        self.runs = True
+        self.updating = True
         try:
             for flats in _turns(self._sharded.flats, steps_in_parts(optimizer)):
                 with span("clip"):
@@ -164,7 +164,7 @@ class Update:
             with span("publish"):
                 self._sharded.updated(steps)
         finally:
-            self.runs = False
+            self.updating = False
             expire()  # logits of the last forward would be computed with the new weights
 
     def _check_groups(self) -> None:
@@ -318,4 +318,4 @@ def _host_steps(update: weakref.ref[Update]) -> HostSteps | None:
     if alive is None or alive._optimizer is None:
         return None
     # As they will be if the gradients are not clipped: an early update that guessed wrong is computed again.
-    return HostSteps(alive._optimizer, alive.factor)
+    return HostSteps(alive._optimizer, alive.gradient_factor)

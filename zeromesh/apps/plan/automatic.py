@@ -21,7 +21,7 @@ from zeromesh.comm.environment import Environment
 from zeromesh.config.batch_sizes import MICRO
 from zeromesh.config.planned_keys import MESH, OFFLOAD, STAGE, lines_of_overrides, overrides_of
 from zeromesh.config.planned_keys import asked_of_planner as asked_of_planner
-from zeromesh.engine.initialize.step_results import Arguments
+from zeromesh.engine.initialize.run_plan import Arguments
 
 if TYPE_CHECKING:
     from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout

@@ -120,11 +120,7 @@ def plan_stages(
     chosen, world = settings.pipeline, mesh.group("world")
     if mesh.sizes["pipeline"] == 1:
         if chosen.record is not None:
-            _log.warning(
-                "%s is set, but %s is 1: there are no stages, and nothing is recorded",
-                "pipeline.record",
-                "mesh.pipeline",
-            )
+            _log.warning("pipeline.record is set, but mesh.pipeline is 1: there are no stages, and nothing is recorded")
         return None
     # Imported here: a run without stages needs none of it.
     from zeromesh.engine.pipelined import Pipelined, agreed

@@ -41,13 +41,12 @@ class Offload:
     states: StorePlace | None  # where masters and optimizer states rest in blocks; None where none do
     stored: StorePlace | None  # where parameters do
     form: StateForm  # of masters and states that rest off the device
-    limit: int | None  # bytes of host memory for all ranks of a node; None: what is available
     early: float | None  # share of states updated during the backward; None: all, where there is plenty of room
 
 
 def where_offloaded(settings: Resolved, optimizer: Optimizer | None) -> Offload:
     """Return the offload that the configuration asks for; raise ValueError if these states cannot rest there."""
-    zero, limit, row = settings.zero_optimization, settings.host_memory_limit, settings.row
+    zero, row = settings.zero_optimization, settings.row
     stored, early = _place(row.parameter_tier, zero.offload_param, settings), zero.early_share
     form = StateForm(0, row.split)
     states = _place(row.optimizer_tier, zero.offload_optimizer, settings, split=form.split)
@@ -60,10 +59,10 @@ def where_offloaded(settings: Resolved, optimizer: Optimizer | None) -> Offload:
         if row.optimizer_tier.in_blocks and failure is not None:
             raise failure
         # Only the kernel updates early, and it does not know this optimizer.
-        return Offload(states, stored, StateForm(USUAL_STATES), limit, 0.0)
+        return Offload(states, stored, StateForm(USUAL_STATES), 0.0)
     if states is not None and states.in_memory:
         early = 0.0
-    return Offload(states, stored, replace(form, states=counted), limit, early)
+    return Offload(states, stored, replace(form, states=counted), early)
 
 
 def _place(
@@ -79,8 +78,9 @@ def _place(
     return StorePlace(tier, disk, settings.zero_optimization.pins)
 
 
-def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
+def preparation(model: nn.Module, settings: Resolved, offload: Offload, mesh: Mesh) -> Prepare:
     """Return what checks that host memory suffices, and opens this rank's files; if one rank cannot, all raise."""
+    limit = settings.host_memory_limit
     # Counted now, because sharding frees it: memory of the model itself is available to what takes its place.
     moves = sum(parameter.nbytes for parameter in model.parameters() if parameter.device.type == "cpu")
 
@@ -123,7 +123,7 @@ def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
             available = [machine[key] for key in ("available_bytes", "limit_bytes") if machine[key] is not None]
             most = min(available) + freed if available else None
         if offload.early is None and NEXT in total:
-            needed, limit = sum(total.values()), offload.limit
+            needed = sum(total.values())
             # Half of the host's memory stays with others unless the user asks for more.
             if most is None or 2 * needed > most or (limit is not None and needed > limit):
                 early = []
@@ -139,7 +139,7 @@ def preparation(model: nn.Module, offload: Offload, mesh: Mesh) -> Prepare:
                 opened, failure = catch(lambda: open_files(budget, early))
         tiers = opened or Tiers()
         if failure is None and total and most is not None:
-            _, failure = catch(lambda: require_host_memory(total, most, offload.limit))
+            _, failure = catch(lambda: require_host_memory(total, most, limit))
         try:
             agree_success(mesh.group("world"), "make room for what rests off the device", failure)
         except BaseException:

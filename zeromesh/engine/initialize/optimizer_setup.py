@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -16,29 +15,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh.base.piece import Piece, PieceExchange
-from zeromesh.base.spans import collective
 from zeromesh.base.split import Held
 from zeromesh.comm.mesh import Mesh
 from zeromesh.engine.initialize.place_tables import check_rules
-from zeromesh.engine.initialize.step_results import Arguments, Plan
-from zeromesh.engine.observe.monitors import Monitor, open_monitor
-from zeromesh.engine.observe.observer import Observer
-from zeromesh.engine.observe.profile import FlopsPlan
-from zeromesh.engine.observe.profiler_trace import Window
+from zeromesh.engine.initialize.run_plan import Arguments
 from zeromesh.shard.tables.row_rules import RULE_KEY
 
 if TYPE_CHECKING:
     from zeromesh.base.loader import Loader
-    from zeromesh.config.settings import Resolved, Settings
-
-BREAKDOWN_EVERY = 10  # updates between breakdowns where ``steps_per_print`` does not say
-
-ARGUMENTS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
-    "tensorboard": lambda chosen: (Path(chosen.output_path) / chosen.job_name,),
-    "csv_monitor": lambda chosen: (Path(chosen.output_path) / chosen.job_name,),
-    "wandb": lambda chosen: (chosen.group, chosen.team, chosen.project),
-}
-"""Arguments of each monitor's writer, by the name of its section."""
+    from zeromesh.config.settings import Resolved
 
 
 def parameter_groups(
@@ -80,12 +65,14 @@ def refuse_unused(chosen: Arguments) -> None:
             )
 
 
-def user_optimizer(plan: Plan, owned: Sequence[dict[str, Any]]) -> Optimizer | None:
+def user_optimizer(
+    chosen: Arguments, settings: Resolved, owned: Sequence[dict[str, Any]], cuts: bool
+) -> Optimizer | None:
     """Return the user's optimizer, made by the user's function if one was passed; None if there is none."""
     from zeromesh.shard.optim import factory
     from zeromesh.shard.optim.pieces import require_groups, require_pieces
 
-    user = plan.arguments.optimizer
+    user = chosen.optimizer
     if user is None:
         return None
     if not isinstance(user, Optimizer):
@@ -98,13 +85,13 @@ def user_optimizer(plan: Plan, owned: Sequence[dict[str, Any]]) -> Optimizer | N
         if not isinstance(user, Optimizer):
             kind = type(user).__name__
             raise ValueError(f"the function passed as optimizer returned a {kind}, not a torch optimizer")
-    trained = {parameter for parameter in plan.model.parameters() if parameter.requires_grad}
-    factory.check_users(user, trained, plan.cuts_parameters, plan.settings.zero_allow_untested_optimizer)
+    trained = {parameter for parameter in chosen.model.parameters() if parameter.requires_grad}
+    factory.check_users(user, trained, cuts, settings.zero_allow_untested_optimizer)
     # The key is no proof: trainers of other libraries set it for every optimizer.
     if not factory.is_tested(user):
-        if plan.cuts_parameters:
+        if cuts:
             require_pieces(user)
-        elif plan.settings.precision.compute is not None:
+        elif settings.precision.compute is not None:
             require_groups(user)
     return user
 
@@ -236,34 +223,3 @@ def build_loader(
     update_size = batch if len(data) >= batch else micro_batch * mesh.data_size
     sampler = Sampler(data, mesh.data_size, mesh.data_rank, settings.seed, drop, update_size, shuffles)
     return Loader(data, sampler, micro_batch, collate_fn, drop, mesh.device)
-
-
-def open_monitors(settings: Settings | Resolved, rank: int) -> Monitor:
-    """Open the monitors that are switched on; only the first rank has any."""
-    chosen = {name: getattr(settings, name) for name in ARGUMENTS} if rank == 0 else {}
-    sections = {name: section for name, section in chosen.items() if section.enabled}
-    return Monitor({name: open_monitor(name, *ARGUMENTS[name](section)) for name, section in sections.items()})
-
-
-def make_observer(plan: Plan, monitor: Monitor) -> Observer:
-    """Return the observer of the engine on this rank."""
-    settings, mesh = plan.settings, plan.mesh
-    every = (settings.steps_per_print or BREAKDOWN_EVERY) if settings.wall_clock_breakdown else 0
-    trace, flops, window, counts = settings.profile, settings.flops_profiler, None, None
-    if trace.enabled:
-        # Absolute, because the program may change its folder before the trace is written.
-        window = Window(trace.start_step, trace.steps, Path(trace.output).absolute(), trace.memory)
-    if flops.enabled:
-        counts = FlopsPlan(
-            after=flops.profile_step,
-            depth=flops.module_depth,
-            top=flops.top_modules,
-            detailed=flops.detailed,
-            output=Path(flops.output_file).absolute() if flops.output_file else None,
-            dtype=settings.precision.compute or settings.precision.autocast or torch.float32,
-        )
-    mesh.traffic.listen(collective)  # of no engine, as engines may share a mesh
-    # A run of ``zeromesh train`` ends with a report of what bounded it.
-    return Observer(
-        plan.model, mesh.device, mesh.rank, monitor, every, window, counts, whole_run=settings.times_whole_run
-    )

@@ -1,7 +1,7 @@
-"""The five steps of ``initialize``: read the configuration, plan, prepare, place, wrap.
+"""Steps of ``initialize``: read the configuration, plan; ``place_model.py`` places the model; make the engine.
 
-Each step takes the frozen results of those before (``step_results.py``). Until ``place_model`` the model is as it was,
-so an error of an earlier step leaves it usable. Power users may write their own ``initialize`` from the same functions.
+Until ``place_model`` the model is as it was, so an error of an earlier step leaves it usable. Power users may write
+their own ``initialize`` from the same functions.
 """
 
 from __future__ import annotations
@@ -9,20 +9,18 @@ from __future__ import annotations
 import gc
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from zeromesh.base.dtypes import kept_layers, require_names, tell_narrowed
-from zeromesh.base.keras_layers import expose_layers, follow_buffers, require_policy, separate_seeds
-from zeromesh.base.piece import Piece
+from zeromesh.base.dtypes import require_names, tell_narrowed
+from zeromesh.base.keras_layers import expose_layers, require_policy
 from zeromesh.base.placement import Placement
-from zeromesh.base.quantized_layers import layers, require_dtype, stored, unpack
+from zeromesh.base.quantized_layers import require_dtype, stored
 from zeromesh.base.words import counted
-from zeromesh.checkpoint.random_state import share_random_state
 from zeromesh.checkpoint.weights.pretrained import describe_sources
 from zeromesh.comm.agreement import agree_run, agree_success, catch, describe, require_agreement, world_group
 from zeromesh.comm.detect import is_launched, may_restart
@@ -30,38 +28,30 @@ from zeromesh.comm.environment import Environment, device_of_group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.config.printing import jsonable, lines_of, refuse_unfilled, tell_unset
 from zeromesh.config.written import row_name
-from zeromesh.engine import owners, reports
-from zeromesh.engine.batches import MicroBatchSizes
-from zeromesh.engine.computation import Computation
-from zeromesh.engine.curriculum import LengthCurriculum
+from zeromesh.engine import owners
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.initialize import model_layout as layout
-from zeromesh.engine.initialize import optimizer_setup as prepare
-from zeromesh.engine.initialize import place_model as place
-from zeromesh.engine.initialize import place_tables as tables
-from zeromesh.engine.initialize.offload import preparation, where_offloaded
-from zeromesh.engine.initialize.step_results import Arguments, Plan, Prepared
+from zeromesh.engine.initialize import optimizer_setup as setup
+from zeromesh.engine.initialize.offload import where_offloaded
+from zeromesh.engine.initialize.place_model import Placing, unquantized
+from zeromesh.engine.initialize.place_tables import check_rules, choose_tables, with_table_group
+from zeromesh.engine.initialize.run_plan import Arguments, Plan, cuts_parameters
+from zeromesh.engine.observe.monitors import open_monitors
 from zeromesh.engine.pipeline_module import PipelineModule, settings_of
-from zeromesh.engine.state import Parts
+from zeromesh.engine.reports import memory_before
+from zeromesh.engine.state import EngineState
 from zeromesh.parallel.activation.compiled import require_backend
 from zeromesh.parallel.follow.spread import check_of
 from zeromesh.parallel.tensor.derive import heads_over_vocabulary
-from zeromesh.parallel.tensor.float8_layers import check_layers, gathered_weights, use_float8
-from zeromesh.parallel.tensor.split_model import apply, chunk_losses
+from zeromesh.parallel.tensor.float8_layers import check_layers
 from zeromesh.parallel.tensor.tensor_plan import describe_plan
 from zeromesh.shard.find_units import check_compiled, check_parameters, find_units
-from zeromesh.shard.optim import factory
-from zeromesh.shard.optim.host import states_of
 from zeromesh.shard.parameters import absent_guard as guard
 from zeromesh.shard.parameters import hooks
-from zeromesh.shard.parameters.flat_exchange import FlatExchange
-from zeromesh.shard.parameters.materialise import materialiser
-from zeromesh.shard.sharded import ShardedModel
 
 if TYPE_CHECKING:
     from zeromesh.base.loader import Loader
     from zeromesh.config.settings import Resolved, Settings
-    from zeromesh.parallel.context.applied import SpreadSequences
 
 _log = logging.getLogger("zeromesh")
 
@@ -119,7 +109,7 @@ def _check_model(model: nn.Module, lr_scheduler: Any, settings: Settings) -> Non
     units = find_units(model, settings.units)
     if settings.float8.enabled:
         # The whole model: a stage does not know the names of others.
-        check_layers(model, _unquantized(model, settings), settings.precision.compute)
+        check_layers(model, unquantized(model, settings), settings.precision.compute)
     if settings.compile.enabled:
         require_backend(settings.compile.backend)
         if not units:
@@ -128,13 +118,8 @@ def _check_model(model: nn.Module, lr_scheduler: Any, settings: Settings) -> Non
         find_units(model, settings.activation_checkpointing.targets)
     if settings.row.parameter is Placement.SHARDED:
         check_compiled(model, settings.units)
-    if lr_scheduler is not None and not prepare.makes_scheduler(lr_scheduler):
-        prepare.check_scheduler(lr_scheduler)
-
-
-def _unquantized(model: nn.Module, settings: Settings | Resolved) -> list[str]:
-    """Return patterns of names of layers that do not compute in float8: named as such, or kept in fp32."""
-    return [*settings.float8.skip, *kept_layers(model, settings.precision)]
+    if lr_scheduler is not None and not setup.makes_scheduler(lr_scheduler):
+        setup.check_scheduler(lr_scheduler)
 
 
 def _taken(model: nn.Module) -> list[str]:
@@ -161,34 +146,88 @@ def _is_driven(module: nn.Module) -> bool:
     return any(isinstance(hook, hooks.Hook) for hook in module._forward_pre_hooks.values())
 
 
-def plan_layout(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
-    """Decide where each part of the model will be."""
+def plan_run(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
+    """Decide where each part of the model will be, and make or try what updates it, while the model is as it was."""
     model, resolved = chosen.model, settings.resolve(mesh.data_size, mesh.sizes, elastic=may_restart())
+    world, first = mesh.group("world"), mesh.rank == 0
     if resolved.debug.collectives:
         mesh.compare_calls()
-    if mesh.rank == 0:
+    if first:
         _tell_batch(settings, resolved, mesh.data_size)
         tell_narrowed(model, resolved.precision, "data_types.keep_in_fp32_modules")
 
-    def lay_out() -> tuple[layout.Split | None, Loader | None]:
+    def lay_out() -> tuple[layout.Split | None, Loader | None, list[str]]:
         layout.refuse_axes(model, mesh)
         # DeepSpeed's PipelineModule takes the samples in the data set's order.
         shuffles = not isinstance(model, PipelineModule)
-        loader = prepare.build_loader(chosen.data, chosen.collate_fn, resolved, mesh, shuffles, chosen.data_seed)
+        loader = setup.build_loader(chosen.data, chosen.collate_fn, resolved, mesh, shuffles, chosen.data_seed)
         split = layout.split_plan(model, resolved, mesh, loader, chosen.loss_fn)
-        if resolved.chunked_loss:
-            heads_over_vocabulary(model)  # raises where the model has none that could be chunked
-        return split, loader
+        # Found in the whole model: a stage may have the head without the embedding over whose entries it is.
+        heads = heads_over_vocabulary(model) if resolved.chunked_loss else []
+        return split, loader, heads if split is None else []
 
-    split, loader = agree_run(mesh.group("world"), "prepare its layout and data", lay_out)
+    split, loader, heads = agree_run(world, "prepare its layout and data", lay_out)
     stages = layout.plan_stages(model, resolved, mesh, loader, chosen.loss_fn)
+    resolved_split = None if split is None else split[0]
+    tables = agree_run(
+        world, "choose its tables", lambda: choose_tables(model, resolved, resolved_split, stages, first)
+    )
+    cuts = cuts_parameters(resolved, mesh.shard.size, mesh.group("tensor").size)
+    before = memory_before(model, mesh.device)
 
-    def choose_tables() -> dict[str, nn.Module]:
-        return tables.choose_tables(model, resolved, None if split is None else split[0], stages, mesh.rank == 0)
+    def prepare() -> Plan:
+        monitor = open_monitors(resolved, mesh.rank)
+        groups, optimizer, scheduler, tried = _prepare_optimizer(chosen, resolved, tables, cuts, first)
+        return Plan(
+            arguments=chosen,
+            settings=resolved,
+            says_batch=settings.says_batch,
+            mesh=mesh,
+            split=split,
+            check=check_of(model, *split, mesh.sizes["tensor"]) if split is not None and split[1] else None,
+            heads=heads,
+            stages=stages,
+            loader=loader,
+            before=before,
+            tables=tables,
+            cuts_parameters=cuts,
+            monitor=monitor,
+            groups=groups,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            offload=where_offloaded(resolved, optimizer or tried),
+        )
 
-    chosen_tables = agree_run(mesh.group("world"), "choose its tables", choose_tables)
-    before = reports.memory_before(model, mesh.device)
-    return Plan(chosen, resolved, settings.says_batch, mesh, split, stages, loader, before, chosen_tables)
+    plan = agree_run(world, "prepare its optimizer, schedule and monitors", prepare)
+    sources = agree_run(world, "read its part of the weights", lambda: describe_sources(model))
+    require_agreement(world, "the tensor-parallel plan", "" if split is None else describe_plan(split[0]))
+    require_agreement(world, "training_data", f"samples: {'none' if loader is None else loader.sampler.length}")
+    require_agreement(world, "the checkpoint that is read", sources)
+    return plan
+
+
+def _prepare_optimizer(
+    chosen: Arguments, settings: Resolved, tables: Mapping[str, nn.Module], cuts: bool, tells: bool
+) -> tuple[list[dict[str, Any]], Optimizer | None, Any, Optimizer | None]:
+    """Return groups of parameters, the user's optimizer, its schedule, and a trial of the configuration's optimizer."""
+    updates = chosen.optimizer is not None or settings.optimizer is not None
+    groups = list(setup.parameter_groups(chosen.model, chosen.parameters, updates))
+    if not groups:  # the engine of a teacher or a reward model: sharded inference
+        setup.refuse_unused(chosen)
+        if tells and (updates or settings.scheduler is not None):
+            _log.warning(
+                "the model has no trainable parameters: its engine only evaluates, without the optimizer and the "
+                "schedule of the configuration; to train, set requires_grad before initialize"
+            )
+        return [], None, None, None
+    groups = with_table_group(groups, tables, settings)
+    user = setup.user_optimizer(chosen, settings, groups, cuts)
+    if user is not None:
+        check_rules(user, {id(module.weight): name for name, module in tables.items()}, settings, users=True)
+        return groups, user, setup.build_scheduler(settings, chosen.scheduler, user), None
+    # A scheduler of the user's is not tried: its function wants the optimizer that will be stepped.
+    tried = setup.try_optimizer(chosen.model, settings, groups, cuts, chosen.scheduler is None, tables)
+    return groups, None, chosen.scheduler, tried
 
 
 def _tell_batch(settings: Settings, resolved: Resolved, ranks: int) -> None:
@@ -204,174 +243,22 @@ def _tell_batch(settings: Settings, resolved: Resolved, ranks: int) -> None:
         _log.info("%s: train_batch_size = %d is kept on %s", said, batch, where)
 
 
-def prepare_run(plan: Plan) -> Prepared:
-    """Make or try the optimizer, the schedule and the monitors while the model is as it was."""
-    chosen, settings = plan.arguments, plan.settings
-
-    def made() -> Prepared:
-        monitor = prepare.open_monitors(settings, plan.mesh.rank)
-        updates = chosen.optimizer is not None or settings.optimizer is not None
-        groups = list(prepare.parameter_groups(plan.model, chosen.parameters, updates))
-        if not groups:  # the engine of a teacher or a reward model: sharded inference
-            prepare.refuse_unused(chosen)
-            if plan.mesh.rank == 0 and (updates or settings.scheduler is not None):
-                _log.warning(
-                    "the model has no trainable parameters: its engine only evaluates, without the optimizer and the "
-                    "schedule of the configuration; to train, set requires_grad before initialize"
-                )
-            return Prepared([], None, None, monitor, where_offloaded(settings, None))
-        owned = tables.with_table_group(groups, plan.tables, settings)
-        user = prepare.user_optimizer(plan, owned)
-        if user is not None:
-            weights = {id(module.weight): name for name, module in plan.tables.items()}
-            tables.check_rules(user, weights, settings, users=True)
-            scheduler = prepare.build_scheduler(settings, chosen.scheduler, user)
-            return Prepared(owned, user, scheduler, monitor, where_offloaded(settings, user))
-        # A scheduler of the user's is not tried: its function wants the optimizer that will be stepped.
-        tried = prepare.try_optimizer(
-            plan.model, settings, owned, plan.cuts_parameters, chosen.scheduler is None, plan.tables
-        )
-        return Prepared(owned, None, chosen.scheduler, monitor, where_offloaded(settings, tried))
-
-    return agree_run(plan.world, "prepare its optimizer, schedule and monitors", made)
-
-
-def place_model(plan: Plan, prepared: Prepared) -> tuple[ShardedModel, Optimizer | None, Any, SpreadSequences | None]:
-    """Change the model, and build what updates it.
-
-    Returns:
-        The sharded states, the optimizer, its schedule, and the sequences that are spread over ranks, if there are any.
-    """
-    chosen, model, settings, mesh, world = plan.arguments, plan.model, plan.settings, plan.mesh, plan.world
-
-    def spread() -> SpreadSequences | None:
-        if mesh.sizes["context"] == 1:
-            return None
-        if chosen.loss_fn is not None:
-            raise ValueError(
-                "loss_fn would be given the labels of whole sequences, and logits of this rank's part; leave it out, "
-                "and have the model return its loss"
-            )
-        from zeromesh.parallel.context.spread_model import apply as apply_context
-
-        chosen_context = settings.context_parallel
-        return apply_context(model, chosen_context.strategy, mesh.group("context"), unchecked=chosen_context.unchecked)
-
-    check = None  # of code in which sequences are spread; of the model before anything is changed
-    if plan.split is not None and plan.split[1]:
-        check = check_of(model, *plan.split, mesh.sizes["tensor"])
-    # First, because it either succeeds or leaves the model as it was.
-    sequences = agree_run(world, "spread its sequences over ranks", spread)
-    require_agreement(world, "the tensor-parallel plan", "" if plan.split is None else describe_plan(plan.split[0]))
-    length = "none" if plan.loader is None else plan.loader.sampler.length
-    require_agreement(world, "training_data", f"samples: {length}")
-    groups, split, built, scheduler = prepared.groups, plan.split, prepared.optimizer, prepared.scheduler
-    # Found in the whole model: a stage may have the head without the embedding over whose entries it is.
-    heads = heads_over_vocabulary(model) if settings.chunked_loss and split is None else []
-    # A user's optimizer holds the parameters of all stages; those of other stages have to leave its groups.
-    sharded, everywhere = None, [] if built is None else list(model.parameters())
-    try:
-        described, unread = catch(lambda: describe_sources(model))  # the whole model, of which stages have parts
-        if plan.stages is not None:
-            groups, split = layout.take_stage(model, plan.stages, groups, split, settings.precision)
-        values, failure = catch(lambda: place.Values(materialiser(model, settings.seed)))
-        agree_success(world, "read its part of the weights", failure or unread)
-        require_agreement(world, "the checkpoint that is read", described or "")
-        assert values is not None
-        place.place_buffers(model, mesh.device, settings.precision)
-        follow_buffers(model)
-        separate_seeds(model, mesh.data_rank, mesh.data_size)
-        for _, layer in layers(model):
-            unpack(layer)
-        tensor_parts = None if split is None else split[0].held
-        files = preparation(model, prepared.offload, mesh)
-        here = tables.table_settings(plan.tables, settings)
-        unquantized = _unquantized(model, settings)
-        narrow = gathered_weights(model, unquantized, heads) if settings.float8.gather else ()
-        sharded = place.shard(model, mesh, settings, values, tensor_parts, plan.stages, files, here, narrow)
-        using = place.while_alive(sharded.events.using)
-        if split is not None:
-            blocks = () if plan.stages is None else plan.stages.cut.blocks
-            apply(model, split[0], mesh.group("tensor"), mesh.device, split[1], using, blocks, check)
-            # Dropout between split layers has to draw the same numbers on all ranks of the tensor axis.
-            share_random_state(mesh.group("tensor"))
-        else:
-            chunk_losses(model, heads, using)
-        if settings.float8.enabled:
-            rowwise, resolved = settings.float8.recipe == "rowwise", None if split is None else split[0]
-            use_float8(model, rowwise, unquantized, mesh, resolved, heads)
-        # Only now: a rank that could not read its weights went on with zeros, so that no other one waited for it.
-        agree_success(world, "read its part of the weights", values.failure)
-        place.place_quantized(model, mesh)
-        pieces = sharded.pieces
-        exchange = FlatExchange(sharded.flats, sharded.row, mesh)
-        if built is not None:
-            pieces_by_parameter: dict[nn.Parameter, Piece | None] = dict.fromkeys(everywhere)
-            pieces_by_parameter |= {
-                p: pieces[id(p)] for flat in sharded.flats if flat.layout.trainable for p in flat.parameters
-            }
-            untested = settings.zero_allow_untested_optimizer
-            factory.adopt(built, pieces_by_parameter, plan.cuts_parameters, untested, exchange)
-        elif groups:
-            built = prepare.build_optimizer(model, settings, groups, plan.cuts_parameters, pieces, exchange)
-            scheduler = prepare.build_scheduler(settings, chosen.scheduler, built)
-        if sharded.swap is not None and built is not None:
-            sharded.swap.serve(built, states_of(built))
-    except BaseException as error:
-        if sharded is not None:
-            sharded.close()
-        error.add_note("zeromesh.initialize had begun to change the model: build it anew before you try again")
-        raise
-    return sharded, built, scheduler, sequences
-
-
 def make_engine(
-    plan: Plan, prepared: Prepared, sharded: ShardedModel, optimizer: Optimizer | None, scheduler: Any,
-    sequences: SpreadSequences | None, predict: Callable[..., dict[str, Any]],
-    kind: Callable[[Parts], Engine] = Engine,
-) -> tuple[Engine, Optimizer | None, Loader | None, Any]:  # fmt: skip
+    placing: Placing, predict: Callable[..., dict[str, Any]], kind: Callable[[EngineState], Engine] = Engine
+) -> tuple[Engine, Optimizer | None, Loader | None, Any]:
     """Make the engine of a placed model, and say what is not a default."""
-    chosen, settings, mesh = plan.arguments, plan.settings, plan.mesh
-    store = place.activation_store(settings, mesh)
-    # Last of all that replaces a forward: recomputation has to include what the other parts put around a layer.
-    place.checkpoint_activations(plan.model, settings, store)
-    first = mesh.rank == 0
+    plan, optimizer, sharded = placing.plan, placing.optimizer, placing.placed
+    settings, first = plan.settings, plan.mesh.rank == 0
     if first:
         used = {} if optimizer is None else {**optimizer.param_groups[0]}
         used["lr"] = used.get("initial_lr", used.get("lr"))  # a schedule has moved it already
         values = {f"optimizer.params.{k}": v for k, v in used.items() if k != "params"}
-        tell_unset(chosen.config, settings, values)
-    sizes = MicroBatchSizes(settings.train_micro_batch_size_per_gpu, plan.says_batch and first)
-    observer = prepare.make_observer(plan, prepared.monitor)
-
-    def explain() -> str:
-        return reports.explain(reports.memory(sharded, optimizer, store, plan.before), sharded, optimizer, settings)
-
-    chosen_lengths, precision = settings.curriculum_learning, settings.precision
-    lengths = LengthCurriculum(chosen_lengths, plan.model) if chosen_lengths.enabled else None
-    engine = kind(
-        Parts(
-            sharded=sharded,
-            config=settings,
-            computation=Computation(sharded, precision, observer, chosen.loss_fn, sizes, explain, lengths),
-            optimizer=optimizer,
-            scheduler=scheduler,
-            loader=plan.loader,
-            observer=observer,
-            context_parallel=sequences,
-            activations=store,
-            pipelined=plan.stages,
-            before=plan.before,
-            predict=predict,
-        )
-    )
-    if settings.compile.enabled:
-        mode = settings.compile.mode
-        engine.compile(settings.compile.backend, {} if mode is None else {"mode": mode})
+        tell_unset(plan.arguments.config, settings, values)
+    engine = kind(EngineState(placing, predict))
     owners.register(engine)
     if first:
-        size, units = counted(mesh.world_size, "rank"), counted(len(sharded.units), "unit")
+        size, units = counted(plan.mesh.world_size, "rank"), counted(len(sharded.units), "unit")
         # A line for each key: as one JSON object it is longer than a screen is wide.
         chosen_keys = "".join(f"\n  {line}" for line in lines_of(jsonable(settings.model_dump(exclude_defaults=True))))
         _log.info("%s on %s, %s; settings that are no defaults:%s", row_name(settings.row), size, units, chosen_keys)
-    return engine, optimizer, plan.loader, scheduler
+    return engine, optimizer, plan.loader, placing.scheduler

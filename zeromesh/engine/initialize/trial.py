@@ -10,7 +10,7 @@ from torch import nn
 
 from zeromesh.base.axes import shard_size
 from zeromesh.engine.initialize.optimizer_setup import parameter_groups, try_optimizer
-from zeromesh.engine.initialize.step_results import cuts_parameters
+from zeromesh.engine.initialize.run_plan import cuts_parameters
 from zeromesh.engine.pipelined import Pipelined
 from zeromesh.parallel.pipeline.runtime.cut import examine
 from zeromesh.parallel.tensor.derive import derive

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from zeromesh.base.spans import Clock, Span, Spans
+from zeromesh.base.spans import Span, Spans
 from zeromesh.base.words import counted
 
 # Time between phases: waiting for a batch where a forward follows, else the user's own code.
@@ -63,16 +62,18 @@ class Breakdown:
 
 
 class Timer:
-    """Timer that takes breakdowns of ``spans``; the memory that it needs does not grow with the updates."""
+    """Timer that adds up the phases of ``spans`` by kind; the memory that it needs does not grow with the updates."""
 
     def __init__(self, spans: Spans) -> None:
-        self._spans = spans
+        self._spans, self._clock = spans, spans.clock
         self.begin()
 
     def begin(self) -> None:
         """Count from here on."""
         self._spans.phases.clear()
-        self._sums = Sums(self._spans.clock, self._spans.clock.mark())
+        self._begin = self._last = self._clock.mark()
+        self._phases: dict[str, float] = defaultdict(float, {DATA: 0.0})
+        self._inside: dict[str, dict[str, float]] = {}
         self._before = 0
 
     def after_update(self) -> None:
@@ -88,48 +89,34 @@ class Timer:
 
     def take(self, updates: int) -> Breakdown:
         """Return the breakdown of so many updates, which is all since ``begin``. Waits for the device."""
-        now = self._spans.clock.mark()
-        self._spans.clock.settle(now)
+        now, clock = self._clock.mark(), self._clock
+        clock.settle(now)
         self._add(len(self._spans.phases))
-        return self._sums.breakdown(now, updates)
-
-    def _add(self, count: int) -> None:
-        self._sums.add(self._spans.phases[:count])
-        del self._spans.phases[:count]
-
-
-class Sums:
-    """Phases, one after the other from a mark of the clock on, added up by kind."""
-
-    def __init__(self, clock: Clock, begin: Any) -> None:
-        self._clock, self._begin, self._last = clock, begin, begin
-        self._parts: dict[str, float] = defaultdict(float, {DATA: 0.0})
-        self._inside: dict[str, dict[str, float]] = {}
-
-    def add(self, phases: Sequence[Span]) -> None:
-        """Add up phases that follow those before."""
-        clock = self._clock
-        if phases:
-            clock.settle(phases[-1].end)
-        for phase in phases:
-            self._parts[DATA if phase.kind in BEFORE_FORWARD else OTHER] += clock.seconds(self._last, phase.begin)
-            self._parts[phase.kind] += clock.seconds(phase.begin, phase.end)
-            self._last = phase.end
-            kinds = self._inside.setdefault(phase.kind, defaultdict(float))
-            for span in _spans_in(phase):
-                parts = sum(clock.seconds(part.begin, part.end) for part in span.inside)
-                kinds[span.kind] += clock.seconds(span.begin, span.end) - parts
-
-    def breakdown(self, end: Any, updates: int) -> Breakdown:
-        """Return the means per update, with the time between the last phase and a mark of the clock."""
-        rest = self._parts.get(OTHER, 0.0) + self._clock.seconds(self._last, end)
-        parts = {kind: seconds for kind, seconds in self._parts.items() if kind != OTHER} | {OTHER: rest}  # as the last
+        rest = self._phases.get(OTHER, 0.0) + clock.seconds(self._last, now)
+        phases = {kind: seconds for kind, seconds in self._phases.items() if kind != OTHER} | {
+            OTHER: rest
+        }  # as the last
 
         def means(sums: dict[str, float]) -> dict[str, float]:
             return {kind: seconds / updates for kind, seconds in sums.items()}
 
         inside = {phase: means(kinds) for phase, kinds in self._inside.items()}
-        return Breakdown(updates, self._clock.seconds(self._begin, end) / updates, means(parts), inside)
+        return Breakdown(updates, clock.seconds(self._begin, now) / updates, means(phases), inside)
+
+    def _add(self, count: int) -> None:
+        """Add up the first ``count`` phases that are left."""
+        clock, phases = self._clock, self._spans.phases[:count]
+        if phases:
+            clock.settle(phases[-1].end)
+        for phase in phases:
+            self._phases[DATA if phase.kind in BEFORE_FORWARD else OTHER] += clock.seconds(self._last, phase.begin)
+            self._phases[phase.kind] += clock.seconds(phase.begin, phase.end)
+            self._last = phase.end
+            kinds = self._inside.setdefault(phase.kind, defaultdict(float))
+            for span in _spans_in(phase):
+                parts = sum(clock.seconds(part.begin, part.end) for part in span.inside)
+                kinds[span.kind] += clock.seconds(span.begin, span.end) - parts
+        del self._spans.phases[:count]
 
 
 def _spans_in(span: Span) -> Iterator[Span]:

@@ -10,11 +10,14 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zeromesh.base.files import LARGEST_RECORD, read_text, write_text
+
+if TYPE_CHECKING:
+    from zeromesh.config.settings import Resolved, Settings
 
 _log = logging.getLogger("zeromesh")
 
@@ -132,23 +135,12 @@ class WandbRun(MetricWriter):
             run.finish()
 
 
-MONITORS: dict[str, tuple[Callable[..., MetricWriter], str]] = {
-    "tensorboard": (TensorBoardFiles, "tensorboard"),
-    "csv_monitor": (CsvFiles, ""),
-    "wandb": (WandbRun, "wandb"),
+MONITORS: dict[str, Callable[[Any], MetricWriter]] = {
+    "tensorboard": lambda chosen: TensorBoardFiles(Path(chosen.output_path) / chosen.job_name),
+    "csv_monitor": lambda chosen: CsvFiles(Path(chosen.output_path) / chosen.job_name),
+    "wandb": lambda chosen: WandbRun(chosen.group, chosen.team, chosen.project),
 }
-"""Function that opens each writer, and the package that it needs, by name."""
-
-
-def open_monitor(name: str, *arguments: Any) -> MetricWriter:
-    """Return a writer; raise ImportError if its package is missing, OSError if its folder cannot be made."""
-    opens, package = MONITORS[name]
-    try:
-        return opens(*arguments)
-    except ImportError as error:
-        raise ImportError(
-            f"{name} needs the package {package}, which is not here ({error}): pip install {package}"
-        ) from error
+"""Function that opens each writer, by the name of its section and, unless it needs none, of its package."""
 
 
 class Monitor:
@@ -204,6 +196,24 @@ class Monitor:
             except Exception as error:  # whatever it is, training is worth more
                 del self._writers[name]
                 _log.warning("%s failed and is written to no more, training goes on: %s", name, error)
+
+
+def open_monitors(settings: Settings | Resolved, rank: int) -> Monitor:
+    """Open the monitors that are switched on; only the first rank has any.
+
+    Raises:
+        ImportError: the package of one is missing.
+        OSError: its folder cannot be made.
+    """
+    writers = {}
+    for name, open_writer in MONITORS.items() if rank == 0 else ():
+        if (section := getattr(settings, name)).enabled:
+            try:
+                writers[name] = open_writer(section)
+            except ImportError as error:
+                text = f"{name} needs the package {name}, which is not here ({error}): pip install {name}"
+                raise ImportError(text) from error
+    return Monitor(writers)
 
 
 def _require_number(name: Any, value: Any) -> None:

@@ -12,38 +12,44 @@ from statistics import median
 import torch
 from torch import nn
 
-from zeromesh.base.spans import Spans
+from zeromesh.base.spans import Spans, collective
+from zeromesh.comm.mesh import Mesh
+from zeromesh.config.settings import Resolved
 from zeromesh.engine.observe.breakdown import Breakdown, Timer
 from zeromesh.engine.observe.monitors import Monitor
-from zeromesh.engine.observe.profile import FlopsPlan, Profile
-from zeromesh.engine.observe.profiler_trace import Trace, Window
+from zeromesh.engine.observe.profile import Profile
+from zeromesh.engine.observe.profiler_trace import Trace
 
 MOST_STEPS = 1000  # whose times are kept
+
+BREAKDOWN_EVERY = 10  # updates between breakdowns where ``steps_per_print`` does not say
 
 _log = logging.getLogger("zeromesh")
 
 
 class Observer:
-    """Observer of one engine on one rank; by default it sees nothing and costs nothing."""
+    """Observer of one engine on one rank; it costs nothing where the settings ask for nothing."""
 
-    def __init__(
-        self, model: nn.Module, device: torch.device, rank: int = 0, monitor: Monitor | None = None,
-        every: int = 0,  # updates between breakdowns; 0: none
-        window: Window | None = None, flops: FlopsPlan | None = None,
-        whole_run: bool = False,  # a breakdown of the whole run
-    ) -> None:  # fmt: skip
-        self.monitor = monitor or Monitor()
-        self.spans = Spans(device, timed=bool(every or whole_run))
-        self._rank = rank
+    def __init__(self, settings: Resolved, model: nn.Module, mesh: Mesh, monitor: Monitor) -> None:
+        every = (settings.steps_per_print or BREAKDOWN_EVERY) if settings.wall_clock_breakdown else 0
+        times = bool(every) or settings.times_whole_run  # a run of ``zeromesh train`` ends with a report of its time
+        self.monitor = monitor
+        precision = settings.precision
+        self.dtype = precision.compute or precision.autocast or torch.float32  # of products
+        self.spans = Spans(mesh.device, timed=times)
+        self._rank = mesh.rank
         self.updates = 0  # since the engine was made
         self._since: float | None = None
         self._steps: deque[float] = deque(maxlen=MOST_STEPS)
         self._every = every
-        self._timer = Timer(self.spans) if every or whole_run else None
+        self._timer = Timer(self.spans) if times else None
         self._timed_from = 0
         self._whole: Breakdown | None = None
-        self._trace = Trace(window, self.spans, rank, device) if window else None
-        self._profile = Profile(flops, model, device, self.spans) if flops and rank == 0 else None
+        trace, flops = settings.profile, settings.flops_profiler
+        self._trace = Trace(trace, self.spans, mesh.rank, mesh.device) if trace.enabled else None
+        counts = flops.enabled and mesh.rank == 0
+        self._profile = Profile(flops, self.dtype, model, mesh.device, self.spans) if counts else None
+        mesh.traffic.listen(collective)  # of no engine, as engines may share a mesh
         if self._trace is not None:
             self._trace.after(0)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ from zeromesh.base.machine import peak_flops
 from zeromesh.base.operation_counts import Operations
 from zeromesh.base.spans import NOTHING, Spans
 from zeromesh.base.words import scaled_text
+from zeromesh.config.feature_sections import FlopsProfiler
 
 _log = logging.getLogger("zeromesh")
 
@@ -28,24 +28,16 @@ FORMULAS = """\
   of width h, s tokens. `zeromesh train` reports 6 P + 6 L h s of its own decoder, as a causal mask leaves out half."""
 
 
-@dataclass(frozen=True)
-class FlopsPlan:
-    """Plan of counting and reporting."""
-
-    after: int  # updates before the one that is counted
-    depth: int  # of the modules to report; -1: all
-    top: int  # modules to report per depth
-    detailed: bool  # report all modules, too
-    output: Path | None  # file of the report; None: the log
-    dtype: torch.dtype  # of the products, for the peak
-
-
 class Profile:
-    """Counter of one update of an engine."""
+    """Counter of one update of an engine; ``dtype`` is that of its products."""
 
-    def __init__(self, plan: FlopsPlan, model: nn.Module, device: torch.device, spans: Spans) -> None:
+    def __init__(
+        self, chosen: FlopsProfiler, dtype: torch.dtype, model: nn.Module, device: torch.device, spans: Spans
+    ) -> None:
         self.counting = False  # True in the update that is counted
-        self._plan = plan
+        self._chosen, self._dtype = chosen, dtype
+        # Absolute, because the program may change its folder before the report is written.
+        self._output = Path(chosen.output_file).absolute() if chosen.output_file else None
         self._model = model
         self._device = device
         self._spans = spans
@@ -74,10 +66,10 @@ class Profile:
                 seconds[phase.kind] += clock.seconds(phase.begin, phase.end) / micro_batches
         self._spans.time(self._was_timed)
         text = "\n".join(self._lines(step - 1, seconds))
-        if self._plan.output is None:
+        if self._output is None:
             _log.info("%s", text)
             return
-        path = free_path(self._plan.output)
+        path = free_path(self._output)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text + "\n")
@@ -88,18 +80,18 @@ class Profile:
 
     def prepare(self, step: int) -> bool:
         """Prepare for the update after ``step``, whose spans were read. Return whether all is done."""
-        if self._first is not None or step > self._plan.after + 1:
+        if self._first is not None or step > self._chosen.profile_step + 1:
             return True
         if self.counting:  # in the update that is over: the next one is timed
             self._spans.time(True)
             self._first = len(self._spans.phases)
-        self.counting = step == self._plan.after
+        self.counting = step == self._chosen.profile_step
         return False
 
     def _lines(self, step: int, seconds: dict[str, float]) -> Iterator[str]:
         counted, each = self._operations, self._micro_batches
         forward, backward, again = counted.forward / each, counted.backward / each, counted.recomputed / each
-        time, peak = sum(seconds.values()), peak_flops(self._device, self._plan.dtype)
+        time, peak = sum(seconds.values()), peak_flops(self._device, self._dtype)
         achieved = (forward + backward) / time if time > 0 else 0.0
         parameters = [(p.numel(), p.requires_grad) for p in self._model.parameters()]
         trained = sum(count for count, trainable in parameters if trainable)
@@ -111,7 +103,7 @@ class Profile:
             "done again": f"{_flops(again)}, in the backward's time",
             "timed": f"in update {step + 1}",
             "achieved": f"{_flops(achieved)}/s",
-            "peak": f"{_flops(peak)}/s in {str(self._plan.dtype).removeprefix('torch.')} on {self._device.type}",
+            "peak": f"{_flops(peak)}/s in {str(self._dtype).removeprefix('torch.')} on {self._device.type}",
             "MFU": f"{achieved / peak:.1%}",
             "HFU": f"{achieved / peak * (1 + again / max(1.0, forward + backward)):.1%}",
         }
@@ -124,13 +116,14 @@ class Profile:
         levels: dict[int, list[str]] = {}
         for name, _ in self._model.named_modules():
             depth = name.count(".") + 1 if name else 0
-            if self._plan.depth < 0 or depth <= self._plan.depth:
+            if self._chosen.module_depth < 0 or depth <= self._chosen.module_depth:
                 levels.setdefault(depth, []).append(name)
         yield "  modules with the most operations, forward"
         for depth, names in levels.items():
             ranked = sorted(names, key=lambda name: -self._inside(name))
-            yield from (self._module_line(name, each, f"depth {depth}: ") for name in ranked[: self._plan.top])
-        if self._plan.detailed:
+            most = ranked[: self._chosen.top_modules]
+            yield from (self._module_line(name, each, f"depth {depth}: ") for name in most)
+        if self._chosen.detailed:
             yield "  all modules"
             shown = {name for names in levels.values() for name in names}
             yield from (self._module_line(n, each, "") for n, _ in self._model.named_modules() if n in shown)

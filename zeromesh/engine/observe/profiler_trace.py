@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,40 +14,32 @@ from torch.profiler import ProfilerActivity, profile
 from zeromesh.base.files import free_path
 from zeromesh.base.spans import PREFIX, Spans
 from zeromesh.base.words import counted
+from zeromesh.config.feature_sections import TraceSettings
 
 _log = logging.getLogger("zeromesh")
 
 MOST_SHOWN = 25  # spans in the table
 
 
-@dataclass(frozen=True)
-class Window:
-    """Updates to record."""
-
-    start: int  # the first one, counted from 1 in this process
-    steps: int
-    output: Path  # folder of the files
-    memory: bool  # record allocations, too
-
-
 class Trace:
-    """Recorder of the updates of a window on one rank, with the activities of its device and the names of spans."""
+    """Recorder of some updates on one rank, with the activities of its device and the names of spans."""
 
-    def __init__(self, window: Window, spans: Spans, rank: int, device: torch.device) -> None:
-        self._window = window
+    def __init__(self, chosen: TraceSettings, spans: Spans, rank: int, device: torch.device) -> None:
+        self._first, self._last = chosen.start_step, chosen.start_step + chosen.steps - 1
+        self._folder = Path(chosen.output).absolute()  # the program may change its working directory
         self._spans = spans
         self._rank = rank
         activities = [ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        self._profile: Any = profile(activities=activities, profile_memory=window.memory)
+        self._profile: Any = profile(activities=activities, profile_memory=chosen.memory)
         self._running = False
 
     def after(self, update: int) -> bool:
         """Advance after each update, and with 0 before the first. Return whether there may be more to record."""
-        if self._running and update >= self._window.start + self._window.steps - 1:
+        if self._running and update >= self._last:
             self._stop()
-        elif not self._running and update == self._window.start - 1:
+        elif not self._running and update == self._first - 1:
             self._start()
         return self._profile is not None
 
@@ -67,14 +58,14 @@ class Trace:
         self._spans.trace(False)
         profile.stop()
         try:
-            self._window.output.mkdir(parents=True, exist_ok=True)
-            path = free_path(self._window.output / f"rank_{self._rank}.json")
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = free_path(self._folder / f"rank_{self._rank}.json")
             profile.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:
             _log.warning("the trace of rank %d was not written: %s", self._rank, error)
             return
-        table = span_table(profile.events(), self._window.steps)
-        steps = counted(self._window.steps, "update")
+        count = self._last - self._first + 1
+        table, steps = span_table(profile.events(), count), counted(count, "update")
         _log.info("recorded %s in %s; spans of rank %d:\n%s", steps, path, self._rank, table)
 
     def close(self) -> None:

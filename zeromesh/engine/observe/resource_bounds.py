@@ -7,7 +7,7 @@ less use of it, makes the run much faster.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from zeromesh.engine.observe.breakdown import DATA, OTHER, Breakdown
@@ -56,38 +56,11 @@ class Amount:
     busy: float | None = None  # seconds at work, where known apart from the time that was waited for it
 
 
-@dataclass(frozen=True)
-class Use:
-    """Use of a resource per update; what is unknown is None."""
+def bounds(breakdown: Breakdown, amounts: Mapping[str, Amount]) -> dict[str, Any]:
+    """Put the time of updates down to resources; see ``Reports.bound_report`` for what is returned.
 
-    resource: str
-    seconds: float
-    share: float  # of the update's seconds
-    amount: float | None = None  # bytes, or operations where it is compute
-    rate: float | None = None  # amount per second in which it was at work
-    limit: float | None = None  # most per second, as measured
-    of_limit: float | None = None  # rate as a share of the limit
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Uses of all resources of a run, the one that bounds it first, in updates of so many seconds."""
-
-    updates: int
-    seconds: float
-    uses: tuple[Use, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return ``updates``, ``seconds``, ``bound`` (a resource), ``advice``, and ``uses``: a ``Use`` per resource."""
-        uses = {use.resource: {k: v for k, v in asdict(use).items() if k != "resource"} for use in self.uses}
-        first = self.uses[0].resource
-        return {
-            "updates": self.updates, "seconds": self.seconds, "bound": first, "advice": ADVICE[first], "uses": uses
-        }  # fmt: skip
-
-
-def bounds(breakdown: Breakdown, amounts: Mapping[str, Amount]) -> Bounds:
-    """Put the time of updates down to resources; ``amounts`` are per update, by resource, where they are known."""
+    ``amounts`` are per update, by resource, where they are known.
+    """
     seconds: dict[str, float] = {}
     for phase, total in breakdown.phases.items():
         left = total
@@ -98,22 +71,21 @@ def bounds(breakdown: Breakdown, amounts: Mapping[str, Amount]) -> Bounds:
         # The rest of forward, backward and step is the device's, which computes.
         resource = PHASES.get(phase, COMPUTE)
         seconds[resource] = seconds.get(resource, 0.0) + max(0.0, left)
-    uses = [_use(name, spent, breakdown.total, amounts.get(name)) for name, spent in seconds.items()]
     # What takes no time is worth a row if it moved something.
-    uses += [
-        _use(name, 0.0, breakdown.total, amount)
-        for name, amount in amounts.items()
-        if name not in seconds and amount.amount
-    ]
+    seconds |= {name: 0.0 for name, amount in amounts.items() if name not in seconds and amount.amount}
     # Sorted, so that the first one bounds the run.
-    return Bounds(breakdown.updates, breakdown.total, tuple(sorted(uses, key=lambda use: -use.seconds)))
+    ranked = sorted(seconds, key=lambda name: -seconds[name])
+    uses = {name: _use(seconds[name], breakdown.total, amounts.get(name)) for name in ranked}
+    updates, total, first = breakdown.updates, breakdown.total, ranked[0]
+    return {"updates": updates, "seconds": total, "bound": first, "advice": ADVICE[first], "uses": uses}
 
 
-def _use(resource: str, seconds: float, total: float, amount: Amount | None) -> Use:
+def _use(seconds: float, total: float, work: Amount | None) -> dict[str, float | None]:
+    """Return the use of a resource in an update of ``total`` seconds; what is unknown is None."""
+    amount = limit = rate = None
+    if work is not None:
+        amount, limit, busy = work.amount, work.limit, seconds if work.busy is None else work.busy
+        rate = amount / busy if busy > 0 else None
+    of_limit = rate / limit if rate is not None and limit else None
     share = seconds / total if total > 0 else 0.0
-    if amount is None:
-        return Use(resource, seconds, share)
-    busy = seconds if amount.busy is None else amount.busy
-    rate = amount.amount / busy if busy > 0 else None
-    of_limit = rate / amount.limit if rate is not None and amount.limit else None
-    return Use(resource, seconds, share, amount.amount, rate, amount.limit, of_limit)
+    return {"seconds": seconds, "share": share, "amount": amount, "rate": rate, "limit": limit, "of_limit": of_limit}

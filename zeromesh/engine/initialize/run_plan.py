@@ -1,4 +1,4 @@
-"""Frozen results of the steps of ``initialize``."""
+"""Arguments of ``initialize``, and the plan of a run: all that is decided before the model is changed."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved, Settings
     from zeromesh.engine.observe.monitors import Monitor
     from zeromesh.engine.pipelined import Pipelined
+    from zeromesh.parallel.follow.token_check import TokenCheck
 
 Config = str | Path | Mapping[str, Any]
 
@@ -38,32 +39,35 @@ class Arguments:
     data: Any
     collate_fn: Callable[[Any], Any] | None
     loss_fn: Callable[[Any, Any], Any] | None
-    data_seed: int | None = None  # of DeepSpeed's order of ``data``, the same in each pass; None: an own one for each
+    data_seed: int | None = None  # of DeepSpeed's order of ``data``, the same in each pass; None: another in each pass
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Layout of a model over the ranks, decided before the model is changed."""
+    """Plan of a run over the ranks, made while the model is as it was."""
 
     arguments: Arguments
     settings: Resolved
     says_batch: bool  # whether the configuration gives a size of batches
     mesh: Mesh
     split: Split | None  # None where the tensor axis has one rank
+    check: TokenCheck | None  # of code between split layers where sequences are spread over the tensor axis
+    heads: list[str]  # layers whose losses are computed a chunk of tokens at a time, where they are not split
     stages: Pipelined | None  # None where there is one stage
     loader: Loader | None  # of training_data; its first samples may have decided where the model is cut
     before: Before
     tables: Mapping[str, nn.Module]  # embeddings whose rows are spread over the ranks, by name
+    cuts_parameters: bool  # an optimizer may update less than whole parameters on this rank
+    monitor: Monitor
+    groups: list[dict[str, Any]]  # of parameters that are updated; none of a model that is only evaluated
+    optimizer: Optimizer | None  # the user's; the configuration's is made after the model is placed
+    scheduler: Any  # of the user's optimizer, or the one that was passed
+    offload: Offload
 
     @property
     def model(self) -> nn.Module:
         """The user's model."""
         return self.arguments.model
-
-    @property
-    def cuts_parameters(self) -> bool:
-        """True if what this rank's optimizer updates may be less than whole parameters."""
-        return cuts_parameters(self.settings, self.mesh.shard.size, self.mesh.group("tensor").size)
 
     @property
     def world(self) -> Group:
@@ -74,14 +78,3 @@ class Plan:
 def cuts_parameters(settings: Resolved, shards: int, tensor: int) -> bool:
     """Return whether an optimizer may update less than whole parameters on so many ranks of these axes."""
     return (settings.row.optimizer is Placement.SHARDED and shards > 1) or tensor > 1
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Optimizer and observers of a run, made or tried before the model is changed."""
-
-    groups: list[dict[str, Any]]
-    optimizer: Optimizer | None  # the user's; the configuration's is made after the model is placed
-    scheduler: Any  # of the user's optimizer, or the one that was passed
-    monitor: Monitor
-    offload: Offload
