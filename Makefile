@@ -118,7 +118,7 @@ pythons:
 	$(PYTHON) tools/pythons.py $(ONLY)
 
 clean:
-	rm -rf .venv .venv-* build dist *.egg-info zeromesh/kernels/*.so .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-* build dist *.egg-info zeromesh/base/kernels/*.so .mypy_cache .ruff_cache .pytest_cache
 
 # The environment with the extras of one name, again whenever the requirements or the native kernels change.
 .venv/.%.done: pyproject.toml constraints.txt tools/setup.py setup.py $(wildcard zeromesh/kernels/*.[ch])
