@@ -121,7 +121,7 @@ clean:
 	rm -rf .venv .venv-* build dist *.egg-info zeromesh/base/kernels/*.so .mypy_cache .ruff_cache .pytest_cache
 
 # The environment with the extras of one name, again whenever the requirements or the native kernels change.
-.venv/.%.done: pyproject.toml constraints.txt tools/setup.py setup.py $(wildcard zeromesh/kernels/*.[ch])
+.venv/.%.done: pyproject.toml constraints.txt tools/setup.py setup.py $(wildcard zeromesh/base/kernels/*.[ch])
 	$(PYTHON) tools/setup.py $*
 
 # DeepSpeed in an environment of its own. Where it cannot be installed, its rows of the benchmark say so.
