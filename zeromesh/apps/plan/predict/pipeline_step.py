@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
 from zeromesh.apps.plan.cost.cost import UnitCost
-from zeromesh.parallel.pipeline.schedule.actions import COMPUTE, Action, Kind
-from zeromesh.parallel.pipeline.schedule.execution import dependencies, execute
+from zeromesh.base.clock import ResourceUse, simulate
+from zeromesh.parallel.pipeline.schedule.actions import Action, Kind
 from zeromesh.parallel.pipeline.schedule.generators import generate, shape_of
 from zeromesh.parallel.pipeline.schedule.partition import partition, uniform
-from zeromesh.parallel.pipeline.schedule.simulate import Costs
+from zeromesh.parallel.pipeline.schedule.simulate import MESSAGE, RELEASE, Costs, Program
 
 GROUPS = 32  # micro-batches that are simulated, about, on few ranks; three groups on many
-
-_CODES = {Kind.FORWARD: 0, Kind.INPUT: 1, Kind.WEIGHT: 2, Kind.BACKWARD: 3}
 
 
 def stage_units(units: Sequence[UnitCost], stages: int, even: bool = False) -> list[range]:
@@ -82,7 +80,7 @@ def placement_of(
     name: str, ranks: int, microbatches: int, chunks: int, keep: bool = False, costs: Costs | None = None
 ) -> tuple[int, ...]:
     """Return the rank of each stage, as ``pipelined`` simulates them. Raise ValueError as it does."""
-    return _program(name, ranks, _simulated(ranks, microbatches, keep), chunks, costs)[1]
+    return _program(name, ranks, _simulated(ranks, microbatches, keep), chunks, costs).placement
 
 
 def _simulated(ranks: int, microbatches: int, keep: bool) -> int:
@@ -106,71 +104,59 @@ def pipelined(
     """
     shape_of(name, ranks, microbatches, chunks)
     few = _simulated(ranks, microbatches, keep)
-    run = partial(_simulate, name, ranks, chunks=chunks, stages=stages, costs=costs)
+
+    def run(count: int) -> Run:
+        return _program(name, ranks, count, chunks, costs).run(stages, keep)
+
     if few == microbatches:
-        return run(microbatches, keep=keep)
+        return run(microbatches)
     # Two lengths of the steady state, of which the longer one has one group more.
-    short, long = (run(count, keep=False) for count in (few - ranks, few))
+    short, long = run(few - ranks), run(few)
     groups = (microbatches - few) // ranks
     ends = tuple(b + groups * (b - a) for a, b in zip(short.ends, long.ends, strict=True))
     busy = tuple(b + groups * (b - a) for a, b in zip(short.busy, long.busy, strict=True))
     return Run(ends, busy, long.placement)
 
 
-class _Step(NamedTuple):
-    rank: int
-    code: int
-    stage: int
-    needs: tuple[tuple[int, bool], ...]  # positions in the program, and whether a message lies between
+class _StageProgram(NamedTuple):
+    """The actions of a schedule, whose seconds are those of their stages."""
+
+    program: Program
+    placement: tuple[int, ...]  # rank of each stage
+    costs: tuple[tuple[int, int], ...]  # of each action: its stage, and the place in the stage's row of seconds
+
+    def run(self, stages: Sequence[StageCost], keep: bool) -> Run:
+        """Return the times of a step of stages with these costs."""
+        # A message between two stages is the earlier one's output, or the gradient of it.
+        sent = [0.0, *(cost.message for cost in stages)]
+        rows = [
+            (cost.forward, cost.input, cost.weight, cost.input + cost.weight, cost.release, sent[stage], cost.message)
+            for stage, cost in enumerate(stages)
+        ]
+        seconds = [rows[stage][place] for stage, place in self.costs]
+        starts, ends = simulate(self.program.uses, seconds)
+        last, busy = [0.0] * len(stages), [0.0] * (max(self.placement) + 1)
+        for position in self.program.done:
+            stage = self.costs[position][0]
+            last[stage] = ends[position]
+            busy[self.placement[stage]] += seconds[position]
+        actions = []
+        for position in self.program.done if keep else ():
+            rank = self.placement[self.costs[position][0]]
+            actions.append((rank, self.program.uses[position].label, starts[position], ends[position]))
+        return Run(tuple(last), tuple(busy), self.placement, tuple(actions))
 
 
 @lru_cache(maxsize=64)
-def _program(
-    name: str, ranks: int, microbatches: int, chunks: int, costs: Costs | None
-) -> tuple[tuple[_Step, ...], tuple[int, ...]]:
-    """Return the computations of all ranks in an order in which they can happen."""
+def _program(name: str, ranks: int, microbatches: int, chunks: int, costs: Costs | None) -> _StageProgram:
     schedule = generate(name, ranks, microbatches, chunks, costs=costs)
-    indices: dict[Action, int] = {}
-    steps: list[_Step] = []
-    for rank, position in execute(schedule):
-        action = schedule.ranks[rank][position]
-        if action.kind not in COMPUTE:
-            continue
-        needs = tuple(
-            (indices[other], schedule.placement[other.stage] != rank) for other in dependencies(schedule, action)
-        )
-        indices[action] = len(steps)
-        steps.append(_Step(rank, _CODES[action.kind], action.stage, needs))
-    return tuple(steps), schedule.placement
+    program = Program.of(schedule)
+    computed = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT, Kind.BACKWARD)
 
+    def place_of(use: ResourceUse, action: Action) -> int:
+        if use.purpose == MESSAGE:
+            return 5 if action.kind is Kind.FORWARD else 6
+        return 4 if use.purpose == RELEASE else computed.index(action.kind)
 
-def _simulate(
-    name: str, ranks: int, microbatches: int, *, chunks: int, stages: Sequence[StageCost], costs: Costs | None,
-    keep: bool,
-) -> Run:  # fmt: skip
-    program, placement = _program(name, ranks, microbatches, chunks, costs)
-    times = [(cost.forward, cost.input, cost.weight, cost.input + cost.weight) for cost in stages]
-    release = [cost.release for cost in stages]
-    # A message between two stages is the earlier one's output, or the gradient of it.
-    forward = [0.0] + [cost.message for cost in stages[:-1]]
-    backward = [cost.message for cost in stages]
-    free, busy = [0.0] * ranks, [0.0] * ranks
-    ends = [0.0] * len(stages)
-    ready = [0.0] * len(program)
-    actions: list[tuple[int, str, float, float]] = []
-    for index, (rank, code, stage, needs) in enumerate(program):
-        start = free[rank]
-        for other, away in needs:
-            arrives = ready[other]
-            if away:
-                arrives += forward[stage] if code == 0 else backward[stage]
-            if arrives > start:
-                start = arrives
-        if code == 0 and release[stage] > start:
-            start = release[stage]
-        seconds = times[stage][code]
-        ready[index] = free[rank] = ends[stage] = start + seconds
-        busy[rank] += seconds
-        if keep:
-            actions.append((rank, f"{'FIWB'[code]} stage {stage}", start, start + seconds))
-    return Run(tuple(ends), tuple(busy), placement, tuple(actions))
+    uses = zip(program.uses, program.actions, strict=True)
+    return _StageProgram(program, schedule.placement, tuple((a.stage, place_of(use, a)) for use, a in uses))

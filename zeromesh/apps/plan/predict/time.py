@@ -98,8 +98,8 @@ def _alone(units: Sequence[UnitTime], durations: Durations, keep: bool) -> _Foun
         layout.accumulation, habits.reduces_early, habits.publishes_early, habits.overhead,
         durations.serial,
     )  # fmt: skip
-    seconds, clock = streams.run(_contended(units, durations), rules, keep)
-    return seconds, dict(clock.waits), [Interval(0, *entry) for entry in clock.kept]
+    seconds, waits, intervals = streams.run(_contended(units, durations), rules, keep)
+    return seconds, waits, [Interval(0, *interval) for interval in intervals]
 
 
 def _contended(units: Sequence[UnitTime], durations: Durations) -> Sequence[UnitTime]:

@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from zeromesh.base import clock
+from zeromesh.base.clock import ResourceUse
 from zeromesh.parallel.pipeline.schedule.actions import COMPUTE, RECEIVES, Action, Kind, Schedule
 from zeromesh.parallel.pipeline.schedule.execution import dependencies, execute
+
+MESSAGE, RELEASE = "message", "release"  # purposes of actions that keep no rank busy
 
 PerStage = float | Sequence[float]  # one number for all stages, or one for each
 
@@ -93,25 +97,53 @@ class Timeline:
         return max(self.bubbles, default=0.0)
 
 
+@dataclass(frozen=True)
+class Program:
+    """The actions of a schedule for the clock: releases of the stages first, then computations and messages."""
+
+    uses: tuple[ResourceUse, ...]
+    actions: tuple[Action, ...]  # of the schedule; of a message, that which waits for it
+    done: tuple[int, ...]  # positions of what ranks do, in an order in which they can do it
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Program:
+        """Return the program of a schedule; raise ScheduleError if it deadlocks."""
+        uses = [ResourceUse(None, purpose=RELEASE) for _ in range(schedule.stages)]
+        actions = [Action(Kind.FORWARD, stage, 0) for stage in range(schedule.stages)]
+        done: list[int] = []
+        ends: dict[Action, int] = {}  # position of what ends an action
+        for rank, position in execute(schedule):
+            action = schedule.ranks[rank][position]
+            needs = [action.stage] if action.kind is Kind.FORWARD and action.microbatch == 0 else []
+            for other in dependencies(schedule, action):
+                needs.append(ends[other])
+                if schedule.placement[other.stage] != rank:
+                    uses.append(ResourceUse(None, (ends[other],), purpose=MESSAGE))
+                    actions.append(action)
+                    needs[-1] = len(uses) - 1
+            # Only computation keeps a rank busy: messages are begun in their turn and go on beside it, and what needs
+            # them waits. A receive is begun before its message is there.
+            receives = action.kind in RECEIVES
+            uses.append(ResourceUse(rank, () if receives else tuple(needs), f"{action.kind} stage {action.stage}"))
+            actions.append(action)
+            ends[action] = len(uses) - 1
+            done.append(ends[action])
+            if receives:
+                uses.append(ResourceUse(None, (ends[action], *needs)))
+                actions.append(action)
+                ends[action] += 1
+        return cls(tuple(uses), tuple(actions), tuple(done))
+
+
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Follow a schedule, with or without its messages written out. Raise ScheduleError if it deadlocks."""
-    costs = costs or Costs()
-    free = [0.0] * len(schedule.ranks)
-    ready: dict[Action, float] = {}
-    steps: list[list[TimedAction]] = [[] for _ in schedule.ranks]
-    for rank, position in execute(schedule):
-        action = schedule.ranks[rank][position]
-        # Only computation keeps a rank busy: messages are begun in their turn and go on beside it, and what needs them
-        # waits.
-        needed = 0.0
-        for other in dependencies(schedule, action):
-            away = schedule.placement[other.stage] != rank
-            needed = max(needed, ready[other] + (costs.latency if away else 0.0))
-        # A receive is begun before its message is there.
-        start = free[rank] if action.kind in RECEIVES else max(free[rank], needed)
-        end = start + costs.time(action.kind, action.stage)
-        ready[action] = max(end, needed)
-        if action.kind in COMPUTE:
-            free[rank] = end
-        steps[rank].append(TimedAction(rank, action, start, end))
-    return Timeline(schedule, tuple(map(tuple, steps)))
+    costs, program = costs or Costs(), Program.of(schedule)
+    seconds = [costs.latency if use.purpose == MESSAGE else 0.0 for use in program.uses]
+    for position in program.done:
+        seconds[position] = costs.time(program.actions[position].kind, program.actions[position].stage)
+    starts, ends = clock.simulate(program.uses, seconds)
+    ranks: list[list[TimedAction]] = [[] for _ in schedule.ranks]
+    for position in program.done:
+        rank = schedule.placement[program.actions[position].stage]
+        ranks[rank].append(TimedAction(rank, program.actions[position], starts[position], ends[position]))
+    return Timeline(schedule, tuple(map(tuple, ranks)))
