@@ -8,11 +8,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from zeromesh.apps.plan.cost.cost import UnitCost
-from zeromesh.base.clock import ResourceUse, simulate
-from zeromesh.parallel.pipeline.schedule.actions import Action, Kind
+from zeromesh.base.clock import simulate
+from zeromesh.parallel.pipeline.schedule.actions import Kind
 from zeromesh.parallel.pipeline.schedule.generators import generate, shape_of
 from zeromesh.parallel.pipeline.schedule.partition import partition, uniform
-from zeromesh.parallel.pipeline.schedule.simulate import MESSAGE, RELEASE, Costs, Program
+from zeromesh.parallel.pipeline.schedule.simulate import GRADIENT, OUTPUT, RELEASE, Costs, Program
 
 GROUPS = 32  # micro-batches that are simulated, about, on few ranks; three groups on many
 
@@ -80,7 +80,7 @@ def placement_of(
     name: str, ranks: int, microbatches: int, chunks: int, keep: bool = False, costs: Costs | None = None
 ) -> tuple[int, ...]:
     """Return the rank of each stage, as ``pipelined`` simulates them. Raise ValueError as it does."""
-    return _program(name, ranks, _simulated(ranks, microbatches, keep), chunks, costs).placement
+    return _program(name, ranks, _simulated(ranks, microbatches, keep), chunks, costs)[1]
 
 
 def _simulated(ranks: int, microbatches: int, keep: bool) -> int:
@@ -106,7 +106,7 @@ def pipelined(
     few = _simulated(ranks, microbatches, keep)
 
     def run(count: int) -> Run:
-        return _program(name, ranks, count, chunks, costs).run(stages, keep)
+        return _run(*_program(name, ranks, count, chunks, costs), stages, keep)
 
     if few == microbatches:
         return run(microbatches)
@@ -118,45 +118,32 @@ def pipelined(
     return Run(ends, busy, long.placement)
 
 
-class _StageProgram(NamedTuple):
-    """The actions of a schedule, whose seconds are those of their stages."""
-
-    program: Program
-    placement: tuple[int, ...]  # rank of each stage
-    costs: tuple[tuple[int, int], ...]  # of each action: its stage, and the place in the stage's row of seconds
-
-    def run(self, stages: Sequence[StageCost], keep: bool) -> Run:
-        """Return the times of a step of stages with these costs."""
-        # A message between two stages is the earlier one's output, or the gradient of it.
-        sent = [0.0, *(cost.message for cost in stages)]
-        rows = [
-            (cost.forward, cost.input, cost.weight, cost.input + cost.weight, cost.release, sent[stage], cost.message)
-            for stage, cost in enumerate(stages)
-        ]
-        seconds = [rows[stage][place] for stage, place in self.costs]
-        starts, ends = simulate(self.program.uses, seconds)
-        last, busy = [0.0] * len(stages), [0.0] * (max(self.placement) + 1)
-        for position in self.program.done:
-            stage = self.costs[position][0]
-            last[stage] = ends[position]
-            busy[self.placement[stage]] += seconds[position]
-        actions = []
-        for position in self.program.done if keep else ():
-            rank = self.placement[self.costs[position][0]]
-            actions.append((rank, self.program.uses[position].label, starts[position], ends[position]))
-        return Run(tuple(last), tuple(busy), self.placement, tuple(actions))
-
-
 @lru_cache(maxsize=64)
-def _program(name: str, ranks: int, microbatches: int, chunks: int, costs: Costs | None) -> _StageProgram:
+def _program(
+    name: str, ranks: int, microbatches: int, chunks: int, costs: Costs | None
+) -> tuple[Program, tuple[int, ...]]:
+    """Return the program of a schedule, and the rank of each stage."""
     schedule = generate(name, ranks, microbatches, chunks, costs=costs)
-    program = Program.of(schedule)
-    computed = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT, Kind.BACKWARD)
+    return Program.of(schedule), schedule.placement
 
-    def place_of(use: ResourceUse, action: Action) -> int:
-        if use.purpose == MESSAGE:
-            return 5 if action.kind is Kind.FORWARD else 6
-        return 4 if use.purpose == RELEASE else computed.index(action.kind)
 
-    uses = zip(program.uses, program.actions, strict=True)
-    return _StageProgram(program, schedule.placement, tuple((a.stage, place_of(use, a)) for use, a in uses))
+def _run(program: Program, placement: tuple[int, ...], stages: Sequence[StageCost], keep: bool) -> Run:
+    """Return the times of a step of stages with these costs."""
+    times: dict[tuple[str, int], float] = {}
+    sent = 0.0
+    for stage, cost in enumerate(stages):
+        both = cost.input + cost.weight
+        times |= {(Kind.FORWARD, stage): cost.forward, (Kind.INPUT, stage): cost.input, (Kind.BACKWARD, stage): both}
+        # A message between two stages is the earlier one's output, or the gradient of it.
+        times |= {(Kind.WEIGHT, stage): cost.weight, (OUTPUT, stage): sent, (GRADIENT, stage): cost.message}
+        times[RELEASE, stage] = cost.release
+        sent = cost.message
+    seconds = [times[key] for key in program.costs]
+    starts, ends = simulate(program.uses, seconds)
+    last, busy = [0.0] * len(stages), [0.0] * (max(placement) + 1)
+    for position, rank, action in program.done:
+        last[action.stage] = ends[position]
+        busy[rank] += seconds[position]
+    kept = program.done if keep else ()
+    actions = tuple((rank, program.uses[here].label, starts[here], ends[here]) for here, rank, _ in kept)
+    return Run(tuple(last), tuple(busy), placement, actions)

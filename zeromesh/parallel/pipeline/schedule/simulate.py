@@ -11,7 +11,8 @@ from zeromesh.base.clock import ResourceUse
 from zeromesh.parallel.pipeline.schedule.actions import COMPUTE, RECEIVES, Action, Kind, Schedule
 from zeromesh.parallel.pipeline.schedule.execution import dependencies, execute
 
-MESSAGE, RELEASE = "message", "release"  # purposes of actions that keep no rank busy
+# What goes on beside the ranks: messages to a forward and to other actions, and what a stage's first forward waits for.
+OUTPUT, GRADIENT, ARRIVAL, RELEASE = "output", "gradient", "arrival", "release"
 
 PerStage = float | Sequence[float]  # one number for all stages, or one for each
 
@@ -27,8 +28,8 @@ class Costs:
     latency: float = 0.0  # of a message between two ranks
     activation: PerStage = 1.0  # memory of what a stage keeps of a micro-batch for its backward
 
-    def time(self, kind: Kind, stage: int) -> float:
-        """Return the time that an action of this kind takes the stage's rank; 0 for messages."""
+    def time(self, kind: str, stage: int) -> float:
+        """Return the time that an action of this kind takes the stage's rank; 0 for others."""
         # It is given by itself where both at once take another time than one after the other.
         if kind in (Kind.FORWARD, Kind.RECOMPUTE):
             return of_stage(self.forward, stage)
@@ -99,51 +100,48 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Program:
-    """The actions of a schedule for the clock: releases of the stages first, then computations and messages."""
+    """A schedule for the clock: releases of the stages, what ranks do, and messages between them."""
 
     uses: tuple[ResourceUse, ...]
-    actions: tuple[Action, ...]  # of the schedule; of a message, that which waits for it
-    done: tuple[int, ...]  # positions of what ranks do, in an order in which they can do it
+    costs: tuple[tuple[str, int], ...]  # of each use, what its seconds are given for: a kind or purpose, and a stage
+    done: tuple[tuple[int, int, Action], ...]  # position, rank and action of what ranks do, in a possible order
 
     @classmethod
     def of(cls, schedule: Schedule) -> Program:
         """Return the program of a schedule; raise ScheduleError if it deadlocks."""
-        uses = [ResourceUse(None, purpose=RELEASE) for _ in range(schedule.stages)]
-        actions = [Action(Kind.FORWARD, stage, 0) for stage in range(schedule.stages)]
-        done: list[int] = []
+        uses = [ResourceUse(None)] * schedule.stages
+        costs: list[tuple[str, int]] = [(RELEASE, stage) for stage in range(schedule.stages)]
+        done: list[tuple[int, int, Action]] = []
         ends: dict[Action, int] = {}  # position of what ends an action
+
+        def add(resource: int | None, after: Sequence[int], label: str, cost: str, stage: int) -> int:
+            uses.append(ResourceUse(resource, tuple(after), label))
+            costs.append((cost, stage))
+            return len(uses) - 1
+
         for rank, position in execute(schedule):
             action = schedule.ranks[rank][position]
-            needs = [action.stage] if action.kind is Kind.FORWARD and action.microbatch == 0 else []
+            kind, stage, microbatch = action
+            needs = [stage] if kind is Kind.FORWARD and microbatch == 0 else []
             for other in dependencies(schedule, action):
                 needs.append(ends[other])
                 if schedule.placement[other.stage] != rank:
-                    uses.append(ResourceUse(None, (ends[other],), purpose=MESSAGE))
-                    actions.append(action)
-                    needs[-1] = len(uses) - 1
+                    needs[-1] = add(None, needs[-1:], "", OUTPUT if kind is Kind.FORWARD else GRADIENT, stage)
             # Only computation keeps a rank busy: messages are begun in their turn and go on beside it, and what needs
             # them waits. A receive is begun before its message is there.
-            receives = action.kind in RECEIVES
-            uses.append(ResourceUse(rank, () if receives else tuple(needs), f"{action.kind} stage {action.stage}"))
-            actions.append(action)
-            ends[action] = len(uses) - 1
-            done.append(ends[action])
-            if receives:
-                uses.append(ResourceUse(None, (ends[action], *needs)))
-                actions.append(action)
-                ends[action] += 1
-        return cls(tuple(uses), tuple(actions), tuple(done))
+            receives = kind in RECEIVES
+            here = add(rank, () if receives else needs, f"{kind} stage {stage}", kind, stage)
+            ends[action] = add(None, [here, *needs], "", ARRIVAL, stage) if receives else here
+            done.append((here, rank, action))
+        return cls(tuple(uses), tuple(costs), tuple(done))
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Follow a schedule, with or without its messages written out. Raise ScheduleError if it deadlocks."""
     costs, program = costs or Costs(), Program.of(schedule)
-    seconds = [costs.latency if use.purpose == MESSAGE else 0.0 for use in program.uses]
-    for position in program.done:
-        seconds[position] = costs.time(program.actions[position].kind, program.actions[position].stage)
-    starts, ends = clock.simulate(program.uses, seconds)
+    times = {key: costs.latency if key[0] in (OUTPUT, GRADIENT) else costs.time(*key) for key in {*program.costs}}
+    starts, ends = clock.simulate(program.uses, [times[key] for key in program.costs])
     ranks: list[list[TimedAction]] = [[] for _ in schedule.ranks]
-    for position in program.done:
-        rank = schedule.placement[program.actions[position].stage]
-        ranks[rank].append(TimedAction(rank, program.actions[position], starts[position], ends[position]))
+    for position, rank, action in program.done:
+        ranks[rank].append(TimedAction(rank, action, starts[position], ends[position]))
     return Timeline(schedule, tuple(map(tuple, ranks)))
