@@ -213,8 +213,8 @@ class _Ranking:
                 candidate = self._compute(part.take(), part.space)
                 if candidate is not None:
                     score = candidate.score(self.request.goal)
-                    part.ratio = score / max(expected, 1e-12)
-                    least = min(least or part.ratio, part.ratio)
+                    ratio = part.compare(score, expected)
+                    least = min(least or ratio, ratio)
                     best = min(best, score)
             if part.has_better(best):
                 heapq.heappush(waiting, (part.waiting[part.next][0] * part.ratio, number, place, part))
@@ -396,6 +396,11 @@ class _Group:
         """Return the next layout, which waits no more."""
         self.next += 1
         return self.layout(self.next - 1)
+
+    def compare(self, score: float, expected: float) -> float:
+        """Return the ratio of a computed score to what was expected, which counts for those that wait."""
+        self.ratio = score / max(expected, 1e-12)
+        return self.ratio
 
     def has_better(self, best: float) -> bool:
         """Pass over those that cannot be better; return whether others wait."""

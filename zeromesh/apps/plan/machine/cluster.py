@@ -205,38 +205,32 @@ def _number(holds: Callable[[float], bool]) -> Callable[[Any], bool]:
     )
 
 
+def _filled(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kind) and bool(value)
+
+
 POSITIVE = FieldRule("a number above 0", _number(lambda value: value > 0))
 NOT_NEGATIVE = FieldRule("0 or a number above it", _number(lambda value: value >= 0), "take 0 if there is none")
 SHARE = FieldRule("above 0 and at most 1", _number(lambda value: 0 < value <= 1))
 COUNT = FieldRule("a whole number from 1 on", _number(lambda value: isinstance(value, int) and value >= 1))
 TEXT = FieldRule("text", lambda value: isinstance(value, str), "put it in quotes")
+FLAG = FieldRule(
+    "true or false", lambda value: isinstance(value, bool), "it is true for ranks that compute on the host's own cores"
+)
 OBJECT = FieldRule("an object", lambda value: isinstance(value, Mapping))
 
 RULES: dict[str, FieldRule] = {  # of fields that are not numbers above 0
     **dict.fromkeys(("efficiency", "product_efficiency", "memory_efficiency"), SHARE),
     **dict.fromkeys(("attention_forward", "attention_backward"), SHARE),
     **dict.fromkeys(("devices", "cores", "shared", "count"), COUNT),
-    **dict.fromkeys(("latency", "launch", "reserved", "product_padding", "product_fill"), NOT_NEGATIVE),
-    **dict.fromkeys(("cache", "cache_bandwidth", "loss_bandwidth"), NOT_NEGATIVE),
+    **dict.fromkeys(("latency", "launch", "reserved", "product_padding", "product_fill", "cache"), NOT_NEGATIVE),
+    **dict.fromkeys(("cache_bandwidth", "loss_bandwidth", "disk_read", "disk_write", "disk", "price"), NOT_NEGATIVE),
     **dict.fromkeys(("attention_bandwidth", "attention_bandwidth_back"), NOT_NEGATIVE),
-    **dict.fromkeys(("disk_read", "disk_write", "disk", "price"), NOT_NEGATIVE),
     **dict.fromkeys(("name", "source"), TEXT),
     **dict.fromkeys(("device", "inside", "host", "between"), OBJECT),
-    "processor": FieldRule(
-        "true or false",
-        lambda value: isinstance(value, bool),
-        "it is true for ranks that compute on the host's own cores",
-    ),
-    "flops": FieldRule(
-        "an object of operations per second by dtype",
-        lambda value: isinstance(value, Mapping) and len(value) > 0,
-        "such as 1e14 for bf16",
-    ),
-    "nodes": FieldRule(
-        "a list with an object for each kind of node",
-        lambda value: isinstance(value, list) and len(value) > 0,
-        WRITE_ONE,
-    ),
+    "processor": FLAG,
+    "flops": FieldRule("an object of operations per second by dtype", _filled(Mapping), "such as 1e14 for bf16"),
+    "nodes": FieldRule("a list with an object for each kind of node", _filled(list), WRITE_ONE),
     "format": FieldRule(str(FORMAT), lambda value: value is not True and value == FORMAT, WRITE_ONE),
     "notes": FieldRule(
         "a list of texts",

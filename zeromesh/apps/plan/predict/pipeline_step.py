@@ -47,9 +47,7 @@ def stage_units(units: Sequence[UnitCost], stages: int, even: bool = False) -> l
     return [range(start, stop) for start, stop in pairwise([0, *(blocks[first] for first in starts[1:]), len(units)])]
 
 
-@lru_cache(maxsize=1024)
-def _cheapest(costs: tuple[float, ...], stages: int) -> list[int]:
-    return partition(costs, stages)
+_cheapest = lru_cache(maxsize=1024)(partition)
 
 
 class StageCost(NamedTuple):

@@ -6,9 +6,9 @@ such as the gathers of new parameters beside the forward, counts where it happen
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from zeromesh.apps.plan.predict.durations import UnitTime
 from zeromesh.base.clock import ResourceUse, simulate
@@ -39,16 +39,13 @@ class StreamRules:
     serial: float = 0.0  # share of what is sent and copied that takes the processor from the computation
 
 
-class SimulatedStep(NamedTuple):
-    """Seconds of a step, what computation has spent and waited them for, and what each resource does when."""
+def run(
+    units: Sequence[UnitTime], rules: StreamRules, keep: bool = False
+) -> tuple[float, dict[str, float], list[tuple[str, str, float, float]]]:
+    """Return the seconds of a step, what computation spends them on, and, if kept, what each resource does when.
 
-    seconds: float
-    waits: dict[str, float]
-    intervals: list[tuple[str, str, float, float]]  # resource, label, start, end
-
-
-def run(units: Sequence[UnitTime], rules: StreamRules, keep: bool = False) -> SimulatedStep:
-    """Return a simulated step, with its intervals if asked for."""
+    Of each use of a resource: its name, a label, the start and the end.
+    """
     step = StepActions(units, rules)
     step.update()
     # A picture shows all micro-batches.
@@ -77,7 +74,7 @@ def run(units: Sequence[UnitTime], rules: StreamRules, keep: bool = False) -> Si
             waits[name] += (value - waited.get(name, 0.0)) * skipped
     timed = zip(step.actions, starts, ends, step.seconds, strict=True) if keep else ()
     intervals = [(a.purpose, a.label, start, end) for a, start, end, duration in timed if duration > 0.0]
-    return SimulatedStep(now, waits, intervals)
+    return now, waits, intervals
 
 
 class StepActions:
@@ -89,7 +86,7 @@ class StepActions:
         self._units, self._rules = units, rules
         self._blocks = [place for place, unit in enumerate(units) if unit.block]
         self._root = [place for place, unit in enumerate(units) if not unit.block]
-        self._latest: dict[Hashable, Actions] = {}  # action of each resource
+        self._latest: defaultdict[Hashable, Actions] = defaultdict(tuple)  # action of each resource
         self._gathered: dict[int, tuple[Actions, str]] = {}  # by the unit's place: end of its gather, and its cause
         self._reduced: list[Actions] = []  # reductions, the newest last
         self._added: list[Actions] = []  # additions on the host, the newest last
@@ -131,10 +128,7 @@ class StepActions:
     @property
     def _now(self) -> Actions:
         """The latest computation."""
-        return self._latest_of(COMPUTE)
-
-    def _latest_of(self, resource: str) -> Actions:
-        return self._latest.get(resource, ())
+        return self._latest[COMPUTE]
 
     # The update, and the gathers of what it has changed.
 
@@ -156,12 +150,12 @@ class StepActions:
             elif not unit.update:
                 self._gathered[place] = (done, IN)
         # The host updates unit after unit before the forward begins; only copies and gathers go on beside it.
-        self._wait(self._latest_of(HOST), HOST)
-        self._wait(self._latest_of(WRITE), WRITE)
+        self._wait(self._latest[HOST], HOST)
+        self._wait(self._latest[WRITE], WRITE)
         if rules.sharded:
             self._gathered.clear()
         elif not rules.publishes_early:
-            self._wait(self._latest_of(DATA), DATA)
+            self._wait(self._latest[DATA], DATA)
 
     # One micro-batch.
 
@@ -233,8 +227,8 @@ class StepActions:
 
     def finish(self) -> None:
         """Wait for all reductions and sum over the replicas."""
-        self._wait(self._latest_of(DATA), DATA)
+        self._wait(self._latest[DATA], DATA)
         if replicas := sum(unit.replicas for unit in self._units):
             self._wait(self._use(REPLICAS, replicas, self._now, "sum over replicas"), REPLICAS)
-        self._wait(self._latest_of(OUT), OUT)
+        self._wait(self._latest[OUT], OUT)
         self._wait(self._added[-1] if self._added else (), HOST)
