@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from zeromesh.base.spans import span
 from zeromesh.comm.mesh import Mesh
+from zeromesh.shard.parameters.fetch_order import FAR, distance_to, farthest
 from zeromesh.shard.parameters.slots import Pool, Slot
 from zeromesh.shard.parameters.unit import State, Unit
-from zeromesh.shard.parameters.use_order import FAR
 
 
 class Residency:
@@ -166,7 +166,7 @@ class Residency:
     # Decisions.
 
     def _advance(self, unit: Unit) -> None:
-        distance = _distance(self._plan, unit, self._position)
+        distance = distance_to(self._plan, unit.index, self._position)
         if distance != FAR:
             self._position += distance + 1
 
@@ -183,8 +183,6 @@ class Residency:
     def _slot(self, pool: Pool, nbytes: int, sooner_than: int) -> Slot | None:
         """Return a slot, for which units that are used later than ``sooner_than`` uses from now are evicted."""
         slot = pool.take(nbytes)
-        # Belady's choice: the unit whose next use is farthest. The next uses are known, since a backward uses the units
-        # in the reverse order of the forward before it, and a forward mostly repeats the one before.
         while slot is None and (victim := self._victim(nbytes, sooner_than)) is not None:
             self.evict(victim)
             slot = pool.take(nbytes)
@@ -213,14 +211,13 @@ class Residency:
     def _victim(self, nbytes: int, sooner_than: int) -> Unit | None:
         """The unit that is needed last, and later than ``sooner_than`` uses from now; None if all are needed."""
         pinned = self._pinned()
-        best, farthest = None, sooner_than if sooner_than != FAR else -1
-        for unit in self._units.values():
-            if unit.slot is None or unit in pinned or unit.slot.nbytes < nbytes:
-                continue
-            distance = _distance(self._plan, unit, self._position)
-            if distance > farthest:
-                best, farthest = unit, distance
-        return best
+        evictable = (
+            index
+            for index, unit in self._units.items()
+            if unit.slot is not None and unit not in pinned and unit.slot.nbytes >= nbytes
+        )
+        index = farthest(self._plan, self._position, evictable, sooner_than)
+        return None if index is None else self._units[index]
 
     def evict(self, unit: Unit) -> None:
         """Give up the unit's slot. Views of its parameters that somebody holds stay good."""
@@ -244,11 +241,3 @@ class Residency:
                 self.evict(unit)
         self._pool.trim()
         self._root_pool.trim()
-
-
-def _distance(plan: list[int], unit: Unit, position: int) -> int:
-    """Return the number of steps of a plan from a position on to the next use of a unit."""
-    try:
-        return plan.index(unit.index, position) - position
-    except ValueError:
-        return FAR

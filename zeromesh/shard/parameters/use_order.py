@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from torch import nn
 
 from zeromesh.base.substitution import computes_as
+from zeromesh.shard.parameters.fetch_order import FAR
 from zeromesh.shard.parameters.unit import Unit
 
-FAR = 1 << 30  # a position that is never reached
 BLIND = (nn.Embedding,)  # the backward does not look at the parameters: an embedding's needs the indices only
 
 

@@ -176,15 +176,16 @@ def _best(told: PlanAnswer) -> Iterator[str]:
     if rival is not None:
         beside = _beside(result.request.goal, best, rival)
         yield f"Runner-up: {layout_text(rival.layout)}, {beside}."
-    if told.largest is not None:
-        yield f"With this layout there is room for {_room(told.largest)}."
-    gains = [
-        f"{gain.change} would save {gain.share:.0%} of the time" for gain in told.gains if gain.share >= LEAST_GAIN
-    ]
-    idle = [gain.change for gain in told.gains if gain.share < LEAST_GAIN]
-    if gains:
-        yield f"{'; '.join(gains)}.".capitalize()
-    if idle:
+    if (room := told.largest) is not None:
+        yield (
+            f"With this layout there is room for micro-batches of {counted(room.micro_batch, 'sample')}, or sequences "
+            f"of {room.sequence} tokens one at a time, or a model of {room.blocks} blocks "
+            f"({scaled_text(room.parameters)} parameters)."
+        )
+    large = [gain for gain in told.gains if gain.share >= LEAST_GAIN]
+    if large:
+        yield f"{'; '.join(f'{change} would save {share:.0%} of the time' for change, share in large)}.".capitalize()
+    if idle := [gain.change for gain in told.gains if gain.share < LEAST_GAIN]:
         yield f"{', '.join(idle)} would save less than {LEAST_GAIN:.0%}.".capitalize()
     yield from _unknown(told)
 
@@ -231,14 +232,6 @@ def _nothing_fits(told: PlanAnswer) -> Iterator[str]:
         yield "No single change that was tried helps: a smaller model, or several of the changes together."
 
 
-def _room(largest: Largest) -> str:
-    samples = counted(largest.micro_batch, "sample")
-    return (
-        f"micro-batches of {samples}, or sequences of {largest.sequence} tokens one at a time, or a model of "
-        f"{largest.blocks} blocks ({scaled_text(largest.parameters)} parameters)"
-    )
-
-
 def seconds_text(seconds: float) -> str:
     """Return a time with three digits."""
     return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
@@ -265,38 +258,34 @@ def changed(machine: Machine, what: str, factor: float) -> Machine:
     return replace(machine, nodes=tuple((of(node), count) for node, count in machine.nodes))
 
 
-def _links(machine: Machine, layout: ParallelLayout) -> list[tuple[str, str]]:
-    """Return links that a layout may use, and their names for people."""
-    links = []
-    if devices_of_a_node(machine) > 1:
-        links.append(("inside", "links inside a node"))
-    if sum(count for _, count in machine.nodes) > 1:
-        links.append(("between", "links between nodes"))
-    if {layout.row.optimizer_tier, layout.row.parameter_tier} != {Tier.DEVICE} or layout.activations_on_host:
-        links.append(("host", "links to host memory"))
-    return links
+# Resources whose double may save time, as ``changed`` names them, and for people.
+DOUBLED = {
+    "memory": "twice the memory of devices",
+    "inside": "twice as fast links inside a node",
+    "between": "twice as fast links between nodes",
+    "host": "twice as fast links to host memory",
+}
 
 
 def _gains(request: PlanRequest, best: PlanCandidate) -> Iterator[Gain]:
     """Yield what twice of each resource saves."""
-    wanted = [("memory", "memory of devices"), *_links(best.machine, best.layout)]
-    for what, name in wanted:
+    row, several = best.layout.row, sum(count for _, count in best.machine.nodes) > 1
+    offloads = {row.optimizer_tier, row.parameter_tier} != {Tier.DEVICE} or best.layout.activations_on_host
+    used = {"memory": True, "inside": devices_of_a_node(best.machine) > 1, "between": several, "host": offloads}
+    for what in filter(used.__getitem__, DOUBLED):
         machine = changed(best.machine, what, 2.0)
         candidate = search(replace(request, machine=machine, goal="time"), SearchEffort(40, 16, 400, 1)).best
         seconds = request.time_on(machine, best.layout).seconds
         if candidate is not None:
             seconds = min(seconds, candidate.time.seconds)
-        verb = "twice the" if what == "memory" else "twice as fast"
-        yield Gain(f"{verb} {name}", max(0.0, 1 - seconds / best.time.seconds))
+        yield Gain(DOUBLED[what], max(0.0, 1 - seconds / best.time.seconds))
     factor = rounding_factor(best.layout, best.machine)
     if factor > 1:
         seconds = request.time_on(changed(best.machine, "between", factor), best.layout).seconds
         if (share := 1 - seconds / best.time.seconds) >= LEAST_GAIN:
-            names = (
-                "communication.across_nodes_reduce"
-                if best.layout.stage == 0
-                else "communication.across_nodes_gather, communication.across_nodes_reduce"
-            )
+            names = "communication.across_nodes_reduce"
+            if best.layout.stage > 0:
+                names = f"communication.across_nodes_gather, {names}"
             yield Gain(f"8 bits between nodes ({names}), which change results slightly,", share)
 
 

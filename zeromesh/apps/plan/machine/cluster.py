@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from zeromesh.base.files import write_text
 from zeromesh.base.words import nearest, show
@@ -160,7 +160,7 @@ class Machine:
         if isinstance(version, int) and not isinstance(version, bool) and version > FORMAT:
             problem = f"format is {version}, and this version reads formats up to {FORMAT}; upgrade zeromesh"
             raise ConfigError([f"{problem}, or measure the machine again with 'zeromesh doctor --save'"], source)
-        problems = list(_machine_problems(document))
+        problems = list(_problems(document, DOCUMENT))
         if problems:
             raise ConfigError(problems, source)
         kinds = tuple((_node(entry), entry["count"]) for entry in document["nodes"])
@@ -190,119 +190,98 @@ class Machine:
         write_text(path, json.dumps(document, indent=2) + "\n")
 
 
-# Rules of the fields that are not numbers above 0; the text stands after "must be" in an error.
-POSITIVE = "a number above 0"
-NOT_NEGATIVE = "0 or a number above it"
-SHARE = "above 0 and at most 1"
-COUNT = "a whole number from 1 on"
-FLAG = "true or false"
-TEXT = "text"
+class FieldRule(NamedTuple):
+    """Rule of a field of the file."""
 
-HUGE = 1e300
+    text: str  # stands after "must be" in an error
+    holds: Callable[[Any], bool]
+    remedy: str = "write the one that was measured, or of a data sheet"
 
-RULES: dict[str, str] = {
+
+def _number(holds: Callable[[float], bool]) -> Callable[[Any], bool]:
+    # Whole numbers of JSON may be larger than any float.
+    return lambda value: (
+        isinstance(value, int | float) and not isinstance(value, bool) and value < 1e300 and holds(value)
+    )
+
+
+def _filled(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kind) and bool(value)
+
+
+POSITIVE = FieldRule("a number above 0", _number(lambda value: value > 0))
+NOT_NEGATIVE = FieldRule("0 or a number above it", _number(lambda value: value >= 0), "take 0 if there is none")
+SHARE = FieldRule("above 0 and at most 1", _number(lambda value: 0 < value <= 1))
+COUNT = FieldRule("a whole number from 1 on", _number(lambda value: isinstance(value, int) and value >= 1))
+TEXT = FieldRule("text", lambda value: isinstance(value, str), "put it in quotes")
+FLAG = FieldRule(
+    "true or false", lambda value: isinstance(value, bool), "it is true for ranks that compute on the host's own cores"
+)
+OBJECT = FieldRule("an object", lambda value: isinstance(value, Mapping))
+
+RULES: dict[str, FieldRule] = {  # of fields that are not numbers above 0
     **dict.fromkeys(("efficiency", "product_efficiency", "memory_efficiency"), SHARE),
     **dict.fromkeys(("attention_forward", "attention_backward"), SHARE),
     **dict.fromkeys(("devices", "cores", "shared", "count"), COUNT),
-    **dict.fromkeys(("latency", "launch", "reserved", "product_padding", "product_fill"), NOT_NEGATIVE),
-    **dict.fromkeys(("cache", "cache_bandwidth", "loss_bandwidth"), NOT_NEGATIVE),
+    **dict.fromkeys(("latency", "launch", "reserved", "product_padding", "product_fill", "cache"), NOT_NEGATIVE),
+    **dict.fromkeys(("cache_bandwidth", "loss_bandwidth", "disk_read", "disk_write", "disk", "price"), NOT_NEGATIVE),
     **dict.fromkeys(("attention_bandwidth", "attention_bandwidth_back"), NOT_NEGATIVE),
-    **dict.fromkeys(("disk_read", "disk_write", "disk", "price"), NOT_NEGATIVE),
     **dict.fromkeys(("name", "source"), TEXT),
-    **dict.fromkeys(("device", "inside", "host", "between"), "an object"),
+    **dict.fromkeys(("device", "inside", "host", "between"), OBJECT),
     "processor": FLAG,
-    "flops": "an object of operations per second by dtype",
-    "nodes": "a list",
-    "format": str(FORMAT),
+    "flops": FieldRule("an object of operations per second by dtype", _filled(Mapping), "such as 1e14 for bf16"),
+    "nodes": FieldRule("a list with an object for each kind of node", _filled(list), WRITE_ONE),
+    "format": FieldRule(str(FORMAT), lambda value: value is not True and value == FORMAT, WRITE_ONE),
+    "notes": FieldRule(
+        "a list of texts",
+        lambda value: isinstance(value, list) and all(isinstance(note, str) for note in value),
+        "leave it out if there are none",
+    ),
 }
 
 OBJECTS: dict[str, type] = {"device": Device, "inside": LinkSpeed, "host": LinkSpeed, "between": LinkSpeed}
+DOCUMENT = {"format": True, "nodes": True, "between": True, "name": False, "notes": False}  # keys, and which must be
 
 
-def _machine_problems(document: Mapping[str, Any]) -> Iterator[str]:
-    keys = {"format": True, "nodes": True, "between": True, "name": False, "notes": False}
-    yield from _key_problems(document, keys, "")
-    if "format" in document and (document["format"] != FORMAT or isinstance(document["format"], bool)):
-        yield f"format is {show(document['format'])}, but must be {FORMAT}; {WRITE_ONE}"
-    if "name" in document:
-        yield from _value_problem("name", document["name"], TEXT)
-    notes = document.get("notes", [])
-    if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
-        yield f"notes is {show(notes)}, but must be a list of texts; leave it out if there are none"
-    if "between" in document:
-        yield from _object_problems(document["between"], LinkSpeed, "between")
-    nodes = document.get("nodes", [{}])
-    if not isinstance(nodes, list) or not nodes:
-        yield f"nodes is {show(nodes)}, but must be a list with an object for each kind of node; {WRITE_ONE}"
-    elif "nodes" in document:
-        for index, entry in enumerate(nodes):
-            yield from _object_problems(entry, Node, f"nodes[{index}]", {"count": True})
+def _keys_of(kind: type) -> dict[str, bool]:
+    """Return the keys of an object of the file, and of each whether it must be there."""
+    return {item.name: item.default is MISSING for item in fields(kind)}
 
 
-def _object_problems(value: Any, kind: type, path: str, more: Mapping[str, bool] | None = None) -> Iterator[str]:
-    """Yield the problems of one object of the file, which has the fields of a class and ``more``."""
-    needed = {item.name: item.default is MISSING for item in fields(kind)} | dict(more or {})
+def _problems(value: Any, keys: Mapping[str, bool], path: str = "") -> Iterator[str]:
+    """Yield the problems of one object of the file, and of what is in it."""
     if not isinstance(value, Mapping):
-        wanted = ", ".join(name for name, must in needed.items() if must)
+        wanted = ", ".join(name for name, must in keys.items() if must)
         yield f"{path} is {show(value)}, but must be an object with at least {wanted}; {WRITE_ONE}"
         return
-    yield from _key_problems(value, needed, path)
-    for key in value:
-        where = f"{path}.{key}"
-        if key in OBJECTS and key in needed:
-            yield from _object_problems(value[key], OBJECTS[key], where)
-        elif key == "flops" and kind is Device:
-            yield from _flops_problems(value[key], where)
-        elif key in needed:
-            yield from _value_problem(where, value[key], RULES.get(key, POSITIVE))
-
-
-def _key_problems(value: Mapping[str, Any], needed: Mapping[str, bool], path: str) -> Iterator[str]:
-    """Yield the unknown and the missing keys; ``needed`` says of each known one whether it must be there."""
     dot = f"{path}." if path else ""
     for key in value:
-        if key not in needed:
-            close = nearest(str(key), needed)
-            remedy = f"did you mean {close}?" if close else f"the keys here are {', '.join(needed)}"
+        if key not in keys:
+            close = nearest(str(key), keys)
+            remedy = f"did you mean {close}?" if close else f"the keys here are {', '.join(keys)}"
             yield f"{dot}{key} is {show(value[key])}, but there is no such key; {remedy}"
-    for key, must in needed.items():
-        if must and key not in value:
-            yield f"{dot}{key} is missing, and must be {RULES.get(key, POSITIVE)}; {WRITE_ONE}"
+    for key, must in keys.items():
+        rule, where = RULES.get(key, POSITIVE), f"{dot}{key}"
+        if key not in value:
+            if must:
+                yield f"{where} is missing, and must be {rule.text}; {WRITE_ONE}"
+        elif key in OBJECTS:
+            yield from _problems(value[key], _keys_of(OBJECTS[key]), where)
+        elif not rule.holds(value[key]):
+            yield f"{where} is {show(value[key])}, but must be {rule.text}; {rule.remedy}"
+        elif key == "nodes":
+            for index, entry in enumerate(value[key]):
+                yield from _problems(entry, _keys_of(Node) | {"count": True}, f"{where}[{index}]")
+        elif key == "flops":
+            yield from _flops_problems(value[key], where)
 
 
-def _flops_problems(value: Any, path: str) -> Iterator[str]:
-    if not isinstance(value, Mapping) or not value:
-        yield f"{path} is {show(value)}, but must be an object of operations per second by dtype, such as 1e14 for bf16"
-        return
-    for dtype, speed in value.items():
+def _flops_problems(flops: Mapping[str, Any], path: str) -> Iterator[str]:
+    for dtype, speed in flops.items():
         if dtype not in WIDTHS:
             yield f"{path}.{dtype} is {show(speed)}, but there is no such dtype; known are {', '.join(WIDTHS)}"
-        else:
-            yield from _value_problem(f"{path}.{dtype}", speed, POSITIVE)
-
-
-# Whole numbers of JSON may be larger than any float.
-CHECKS: dict[str, Callable[[Any], bool]] = {
-    POSITIVE: lambda value: 0 < value < HUGE,
-    NOT_NEGATIVE: lambda value: 0 <= value < HUGE,
-    SHARE: lambda value: 0 < value <= 1,
-    COUNT: lambda value: isinstance(value, int) and 1 <= value < HUGE,
-}
-REMEDIES = {
-    NOT_NEGATIVE: "take 0 if there is none",
-    TEXT: "put it in quotes",
-    FLAG: "it is true for ranks that compute on the host's own cores",
-}
-
-
-def _value_problem(path: str, value: Any, rule: str) -> Iterator[str]:
-    if rule in (TEXT, FLAG):
-        right = isinstance(value, str if rule == TEXT else bool)
-    else:
-        right = isinstance(value, int | float) and not isinstance(value, bool) and CHECKS[rule](value)
-    if not right:
-        remedy = REMEDIES.get(rule, "write the one that was measured, or of a data sheet")
-        yield f"{path} is {show(value)}, but must be {rule}; {remedy}"
+        elif not POSITIVE.holds(speed):
+            yield f"{path}.{dtype} is {show(speed)}, but must be {POSITIVE.text}; {POSITIVE.remedy}"
 
 
 def _node(entry: Mapping[str, Any]) -> Node:

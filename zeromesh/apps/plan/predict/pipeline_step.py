@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
 from zeromesh.apps.plan.cost.cost import UnitCost
-from zeromesh.parallel.pipeline.schedule.actions import COMPUTE, Action, Kind
-from zeromesh.parallel.pipeline.schedule.execution import dependencies, execute
+from zeromesh.base.clock import simulate
+from zeromesh.parallel.pipeline.schedule.actions import Kind
 from zeromesh.parallel.pipeline.schedule.generators import generate, shape_of
 from zeromesh.parallel.pipeline.schedule.partition import partition, uniform
-from zeromesh.parallel.pipeline.schedule.simulate import Costs
+from zeromesh.parallel.pipeline.schedule.simulate import GRADIENT, OUTPUT, RELEASE, Costs, Program
 
 GROUPS = 32  # micro-batches that are simulated, about, on few ranks; three groups on many
-
-_CODES = {Kind.FORWARD: 0, Kind.INPUT: 1, Kind.WEIGHT: 2, Kind.BACKWARD: 3}
 
 
 def stage_units(units: Sequence[UnitCost], stages: int, even: bool = False) -> list[range]:
@@ -49,9 +47,7 @@ def stage_units(units: Sequence[UnitCost], stages: int, even: bool = False) -> l
     return [range(start, stop) for start, stop in pairwise([0, *(blocks[first] for first in starts[1:]), len(units)])]
 
 
-@lru_cache(maxsize=1024)
-def _cheapest(costs: tuple[float, ...], stages: int) -> list[int]:
-    return partition(costs, stages)
+_cheapest = lru_cache(maxsize=1024)(partition)
 
 
 class StageCost(NamedTuple):
@@ -106,71 +102,46 @@ def pipelined(
     """
     shape_of(name, ranks, microbatches, chunks)
     few = _simulated(ranks, microbatches, keep)
-    run = partial(_simulate, name, ranks, chunks=chunks, stages=stages, costs=costs)
+
+    def run(count: int) -> Run:
+        return _run(*_program(name, ranks, count, chunks, costs), stages, keep)
+
     if few == microbatches:
-        return run(microbatches, keep=keep)
+        return run(microbatches)
     # Two lengths of the steady state, of which the longer one has one group more.
-    short, long = (run(count, keep=False) for count in (few - ranks, few))
+    short, long = run(few - ranks), run(few)
     groups = (microbatches - few) // ranks
     ends = tuple(b + groups * (b - a) for a, b in zip(short.ends, long.ends, strict=True))
     busy = tuple(b + groups * (b - a) for a, b in zip(short.busy, long.busy, strict=True))
     return Run(ends, busy, long.placement)
 
 
-class _Step(NamedTuple):
-    rank: int
-    code: int
-    stage: int
-    needs: tuple[tuple[int, bool], ...]  # positions in the program, and whether a message lies between
-
-
 @lru_cache(maxsize=64)
 def _program(
     name: str, ranks: int, microbatches: int, chunks: int, costs: Costs | None
-) -> tuple[tuple[_Step, ...], tuple[int, ...]]:
-    """Return the computations of all ranks in an order in which they can happen."""
+) -> tuple[Program, tuple[int, ...]]:
+    """Return the program of a schedule, and the rank of each stage."""
     schedule = generate(name, ranks, microbatches, chunks, costs=costs)
-    indices: dict[Action, int] = {}
-    steps: list[_Step] = []
-    for rank, position in execute(schedule):
-        action = schedule.ranks[rank][position]
-        if action.kind not in COMPUTE:
-            continue
-        needs = tuple(
-            (indices[other], schedule.placement[other.stage] != rank) for other in dependencies(schedule, action)
-        )
-        indices[action] = len(steps)
-        steps.append(_Step(rank, _CODES[action.kind], action.stage, needs))
-    return tuple(steps), schedule.placement
+    return Program.of(schedule), schedule.placement
 
 
-def _simulate(
-    name: str, ranks: int, microbatches: int, *, chunks: int, stages: Sequence[StageCost], costs: Costs | None,
-    keep: bool,
-) -> Run:  # fmt: skip
-    program, placement = _program(name, ranks, microbatches, chunks, costs)
-    times = [(cost.forward, cost.input, cost.weight, cost.input + cost.weight) for cost in stages]
-    release = [cost.release for cost in stages]
-    # A message between two stages is the earlier one's output, or the gradient of it.
-    forward = [0.0] + [cost.message for cost in stages[:-1]]
-    backward = [cost.message for cost in stages]
-    free, busy = [0.0] * ranks, [0.0] * ranks
-    ends = [0.0] * len(stages)
-    ready = [0.0] * len(program)
-    actions: list[tuple[int, str, float, float]] = []
-    for index, (rank, code, stage, needs) in enumerate(program):
-        start = free[rank]
-        for other, away in needs:
-            arrives = ready[other]
-            if away:
-                arrives += forward[stage] if code == 0 else backward[stage]
-            if arrives > start:
-                start = arrives
-        if code == 0 and release[stage] > start:
-            start = release[stage]
-        seconds = times[stage][code]
-        ready[index] = free[rank] = ends[stage] = start + seconds
-        busy[rank] += seconds
-        if keep:
-            actions.append((rank, f"{'FIWB'[code]} stage {stage}", start, start + seconds))
-    return Run(tuple(ends), tuple(busy), placement, tuple(actions))
+def _run(program: Program, placement: tuple[int, ...], stages: Sequence[StageCost], keep: bool) -> Run:
+    """Return the times of a step of stages with these costs."""
+    times: dict[tuple[str, int], float] = {}
+    sent = 0.0
+    for stage, cost in enumerate(stages):
+        both = cost.input + cost.weight
+        times |= {(Kind.FORWARD, stage): cost.forward, (Kind.INPUT, stage): cost.input, (Kind.BACKWARD, stage): both}
+        # A message between two stages is the earlier one's output, or the gradient of it.
+        times |= {(Kind.WEIGHT, stage): cost.weight, (OUTPUT, stage): sent, (GRADIENT, stage): cost.message}
+        times[RELEASE, stage] = cost.release
+        sent = cost.message
+    seconds = [times[key] for key in program.costs]
+    starts, ends = simulate(program.uses, seconds)
+    last, busy = [0.0] * len(stages), [0.0] * (max(placement) + 1)
+    for position, rank, action in program.done:
+        last[action.stage] = ends[position]
+        busy[rank] += seconds[position]
+    kept = program.done if keep else ()
+    actions = tuple((rank, program.uses[here].label, starts[here], ends[here]) for here, rank, _ in kept)
+    return Run(tuple(last), tuple(busy), placement, actions)

@@ -98,8 +98,8 @@ def _alone(units: Sequence[UnitTime], durations: Durations, keep: bool) -> _Foun
         layout.accumulation, habits.reduces_early, habits.publishes_early, habits.overhead,
         durations.serial,
     )  # fmt: skip
-    seconds, clock = streams.run(_contended(units, durations), rules, keep)
-    return seconds, dict(clock.waits), [Interval(0, *entry) for entry in clock.kept]
+    seconds, waits, intervals = streams.run(_contended(units, durations), rules, keep)
+    return seconds, waits, [Interval(0, *interval) for interval in intervals]
 
 
 def _contended(units: Sequence[UnitTime], durations: Durations) -> Sequence[UnitTime]:
@@ -118,12 +118,7 @@ def _pipeline(cost: ModelCost, units: Sequence[UnitTime], durations: Durations, 
     chunks, row = layout.chunks, ROWS.get(layout.schedule)
     if row is not None:
         chunks = max(chunks, row.chunks[0])
-    # The search chooses where stages are, too.
-    placement = (
-        placement_of(layout.schedule, layout.pipeline, layout.accumulation, chunks, keep, layout.costs)
-        if row is None
-        else row.placement(layout.pipeline, chunks)
-    )
+    placement = placement_of(layout.schedule, layout.pipeline, layout.accumulation, chunks, keep, layout.costs)
     units = _contended(units, durations)
     places = stage_units(cost.units, len(placement), habits.even_stages)
     updates = [_Update() for _ in range(layout.pipeline)]

@@ -6,8 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from zeromesh.base import clock
+from zeromesh.base.clock import ResourceUse
 from zeromesh.parallel.pipeline.schedule.actions import COMPUTE, RECEIVES, Action, Kind, Schedule
 from zeromesh.parallel.pipeline.schedule.execution import dependencies, execute
+
+# What goes on beside the ranks: messages to a forward and to other actions, and what a stage's first forward waits for.
+OUTPUT, GRADIENT, ARRIVAL, RELEASE = "output", "gradient", "arrival", "release"
 
 PerStage = float | Sequence[float]  # one number for all stages, or one for each
 
@@ -23,8 +28,8 @@ class Costs:
     latency: float = 0.0  # of a message between two ranks
     activation: PerStage = 1.0  # memory of what a stage keeps of a micro-batch for its backward
 
-    def time(self, kind: Kind, stage: int) -> float:
-        """Return the time that an action of this kind takes the stage's rank; 0 for messages."""
+    def time(self, kind: str, stage: int) -> float:
+        """Return the time that an action of this kind takes the stage's rank; 0 for others."""
         # It is given by itself where both at once take another time than one after the other.
         if kind in (Kind.FORWARD, Kind.RECOMPUTE):
             return of_stage(self.forward, stage)
@@ -93,25 +98,50 @@ class Timeline:
         return max(self.bubbles, default=0.0)
 
 
+@dataclass(frozen=True)
+class Program:
+    """A schedule for the clock: releases of the stages, what ranks do, and messages between them."""
+
+    uses: tuple[ResourceUse, ...]
+    costs: tuple[tuple[str, int], ...]  # of each use, what its seconds are given for: a kind or purpose, and a stage
+    done: tuple[tuple[int, int, Action], ...]  # position, rank and action of what ranks do, in a possible order
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Program:
+        """Return the program of a schedule; raise ScheduleError if it deadlocks."""
+        uses = [ResourceUse(None)] * schedule.stages
+        costs: list[tuple[str, int]] = [(RELEASE, stage) for stage in range(schedule.stages)]
+        done: list[tuple[int, int, Action]] = []
+        ends: dict[Action, int] = {}  # position of what ends an action
+
+        def add(resource: int | None, after: Sequence[int], label: str, cost: str, stage: int) -> int:
+            uses.append(ResourceUse(resource, tuple(after), label))
+            costs.append((cost, stage))
+            return len(uses) - 1
+
+        for rank, position in execute(schedule):
+            action = schedule.ranks[rank][position]
+            kind, stage, microbatch = action
+            needs = [stage] if kind is Kind.FORWARD and microbatch == 0 else []
+            for other in dependencies(schedule, action):
+                needs.append(ends[other])
+                if schedule.placement[other.stage] != rank:
+                    needs[-1] = add(None, needs[-1:], "", OUTPUT if kind is Kind.FORWARD else GRADIENT, stage)
+            # Only computation keeps a rank busy: messages are begun in their turn and go on beside it, and what needs
+            # them waits. A receive is begun before its message is there.
+            receives = kind in RECEIVES
+            here = add(rank, () if receives else needs, f"{kind} stage {stage}", kind, stage)
+            ends[action] = add(None, [here, *needs], "", ARRIVAL, stage) if receives else here
+            done.append((here, rank, action))
+        return cls(tuple(uses), tuple(costs), tuple(done))
+
+
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Follow a schedule, with or without its messages written out. Raise ScheduleError if it deadlocks."""
-    costs = costs or Costs()
-    free = [0.0] * len(schedule.ranks)
-    ready: dict[Action, float] = {}
-    steps: list[list[TimedAction]] = [[] for _ in schedule.ranks]
-    for rank, position in execute(schedule):
-        action = schedule.ranks[rank][position]
-        # Only computation keeps a rank busy: messages are begun in their turn and go on beside it, and what needs them
-        # waits.
-        needed = 0.0
-        for other in dependencies(schedule, action):
-            away = schedule.placement[other.stage] != rank
-            needed = max(needed, ready[other] + (costs.latency if away else 0.0))
-        # A receive is begun before its message is there.
-        start = free[rank] if action.kind in RECEIVES else max(free[rank], needed)
-        end = start + costs.time(action.kind, action.stage)
-        ready[action] = max(end, needed)
-        if action.kind in COMPUTE:
-            free[rank] = end
-        steps[rank].append(TimedAction(rank, action, start, end))
-    return Timeline(schedule, tuple(map(tuple, steps)))
+    costs, program = costs or Costs(), Program.of(schedule)
+    times = {key: costs.latency if key[0] in (OUTPUT, GRADIENT) else costs.time(*key) for key in {*program.costs}}
+    starts, ends = clock.simulate(program.uses, [times[key] for key in program.costs])
+    ranks: list[list[TimedAction]] = [[] for _ in schedule.ranks]
+    for position, rank, action in program.done:
+        ranks[rank].append(TimedAction(rank, action, starts[position], ends[position]))
+    return Timeline(schedule, tuple(map(tuple, ranks)))
