@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.base.containers import map_tensors
+from zeromesh.base.dry.meta_values import on_meta
 from zeromesh.base.lengths import option, positions
-from zeromesh.parallel.follow.imitation import on_meta
 
 Inputs = dict[str, Any]
 
@@ -39,7 +39,7 @@ class ModelInput:
 
     def run_dry(self, model: Callable[..., Any], dtype: torch.dtype, context: AbstractContextManager[Any]) -> None:
         """Call a model without memory, with fractions in its dtype, and a loss, whose own errors do not count."""
-        batch, has_ended = map_tensors(self.batch, partial(on_meta, dtype=dtype)), False
+        batch, has_ended = map_tensors(self.batch, partial(on_meta, dtype=dtype, valued=True)), False
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             nonlocal has_ended
