@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -72,8 +71,7 @@ class DryRun(TorchDispatchMode):
         """Return an operator's result, or make it as it was made of tensors of the same shapes before."""
         # Most of torch's operators find their result's shape in Python, in a hundred times what a new tensor takes; and
         # the blocks of a model run the same ones.
-        is_view, writes = _traits(func)
-        if is_view:
+        if func.is_view:
             return func(*args, **kwargs)
         try:
             key = (func, _form(args), _form(tuple(kwargs.items())))
@@ -87,7 +85,7 @@ class DryRun(TorchDispatchMode):
             return results[0] if recipe[0][3] else tuple(results)
         result = (_grouped_product if func is _aten._grouped_mm.default else func)(*args, **kwargs)
         if recipe is not None:
-            self._recipes[key] = _recipe(writes, args, kwargs, result)
+            self._recipes[key] = _recipe(func, args, kwargs, result)
         return result
 
 
@@ -107,20 +105,9 @@ def _moved(
     if not all(x.is_meta or x.ndim == 0 for x in read):
         move = lambda x: x if x.is_meta or x.ndim == 0 else on_meta(x, valued=True)  # noqa: E731
         args, kwargs = map_tensors((args, dict(kwargs)), move)
-    if "device" in kwargs or (not read and _makes(func)):
+    if "device" in kwargs or (not read and any(argument.name == "device" for argument in func._schema.arguments)):
         kwargs = {**kwargs, "device": META}
     return args, kwargs
-
-
-@cache
-def _makes(func: Any) -> bool:
-    return any(argument.name == "device" for argument in func._schema.arguments)
-
-
-@cache
-def _traits(func: Any) -> tuple[bool, bool]:
-    """Return whether an operator gives a view, and whether it writes to its arguments."""
-    return bool(func.is_view), bool(func._schema.is_mutable)
 
 
 def _form(value: Any) -> Any:
@@ -130,17 +117,16 @@ def _form(value: Any) -> Any:
     return tuple(_form(item) for item in value) if isinstance(value, tuple | list) else (type(value), value)
 
 
-def _grouped_product(a: Tensor, b: Tensor, offsets: Tensor | None = None, *rest: Any, **more: Any) -> Tensor:
+def _grouped_product(a: Tensor, b: Tensor, offsets: Any = None, *rest: Any, **more: Any) -> Tensor:
     """Return a product of experts, of which torch knows the shape for some dtypes only."""
     if a.ndim == b.ndim == 2:
-        assert offsets is not None
         return a.new_empty((len(offsets), a.shape[0], b.shape[1]))
     return a.new_empty((*a.shape[int(b.ndim == 2 and a.ndim == 3) : -1], b.shape[-1]))
 
 
-def _recipe(writes: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> tuple[Any, ...] | None:
+def _recipe(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> tuple[Any, ...] | None:
     """Return how to make an operator's results again; None if they are no new tensors with storages of their own."""
-    if writes:
+    if func._schema.is_mutable:
         return (None,) if args and result is args[0] else None
     results = result if isinstance(result, tuple) else (result,)
     if not results or not all(isinstance(tensor, Tensor) and tensor.is_meta for tensor in results):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -57,9 +58,13 @@ def on_meta(tensor: Tensor, dtype: torch.dtype | None = None, valued: bool = Fal
     return give(meta_tensor, copied_value(tensor)) if valued else meta_tensor
 
 
+_valued = partial(on_meta, valued=True)
+
+
 def copied_value(tensor: Tensor) -> Tensor | None:
     """Return a copy of a tensor's values, as code may write to it; None if it has none, or too many."""
-    return tensor.detach().to("cpu", copy=True) if not tensor.is_meta and _is_small(tensor) else None
+    value = value_of(tensor) if _is_small(tensor) else None
+    return None if value is None else value.to("cpu", copy=True)
 
 
 def give(tensor: Tensor, value: Tensor | None) -> Tensor:
@@ -121,7 +126,7 @@ class KnownValues:
         if to_cpu and (value := value_of(args[0])) is not None:
             return True, func(value, **kwargs), args
         if packet in _OF_VALUES and (values := _all(args)) is not None:
-            return True, tree_map_only(Tensor, _as_meta, func(*values, **_on_cpu(kwargs))), args
+            return True, tree_map_only(Tensor, _valued, func(*values, **_on_cpu(kwargs))), args
         if packet in _GUESSES and self._guess is not None and args[0].is_meta:
             self.guessed = True
             return True, _GUESSES[packet](args[0], self._guess), args
@@ -165,7 +170,7 @@ class KnownValues:
                 # A list of numbers, which no operator has made. Any others choose as many entries.
                 give(index, torch.zeros(index.shape, dtype=index.dtype, device="cpu"))
             if value is not None and value.dtype is torch.bool:
-                positions += [_as_meta(position) for position in value.nonzero(as_tuple=True)]
+                positions += [_valued(position) for position in value.nonzero(as_tuple=True)]
             elif is_mask and self._guess is not None:
                 positions += [index.new_empty(1, dtype=torch.long)] * index.ndim
             else:
@@ -191,10 +196,6 @@ def _all(values: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 def _on_cpu(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {key: torch.device("cpu") if key == "device" else value for key, value in kwargs.items()}
-
-
-def _as_meta(value: Tensor) -> Tensor:
-    return give(torch.empty_like(value, device="meta"), value)
 
 
 def _number(tensor: Tensor, guess: bool) -> bool | int | float:

@@ -235,7 +235,7 @@ class TokenCheck:
                 assert checked.ways is not None
                 checked.ways |= part_run.ways
                 break
-            if not (whole_run.guessed or part_run.guessed):
+            if not (whole_run.dry.values.guessed or part_run.dry.values.guessed):
                 break
         return checked
 

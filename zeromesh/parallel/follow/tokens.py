@@ -94,6 +94,7 @@ class TokenRun(OperatorListener, Axis):
     """One forward, as the axis over which sequences are split, and on which nothing is ever gathered.
 
     Attributes:
+        dry: the mode in which the forward runs.
         parts: number of parts of a sequence.
         size: the same; where the code is told that the sequence is as long as a rank's part, a divisor of that.
         has_whole: True while a module runs that is given whole sequences.
@@ -111,7 +112,7 @@ class TokenRun(OperatorListener, Axis):
         self, parts: int, attends: bool, guess: bool, device: torch.device, other: TokenRun | None = None,
         attempt: int = 0,
     ) -> None:  # fmt: skip
-        self._dry = DryRun(self, guess, MOST_OPERATORS)
+        self.dry = DryRun(self, guess, MOST_OPERATORS)
         self.device, self._attempt = device, attempt
         self.is_plain = False
         self.ways: set[Way] = set()
@@ -131,11 +132,6 @@ class TokenRun(OperatorListener, Axis):
         self._joined_dims: dict[tuple[int, int, int], SplitDim] = {}
         self._watch = _Watch(self, attends)
 
-    @property
-    def guessed(self) -> bool:
-        """True once a value was asked for that is not known."""
-        return self._dry.values.guessed
-
     def prepare(self, model: nn.Module, hooks: Mapping[str, Hooks]) -> None:
         """Name modules of a model in errors, and run these hooks of them."""
         modules = dict(model.named_modules())
@@ -151,7 +147,7 @@ class TokenRun(OperatorListener, Axis):
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Follow activations in this context; raise MixesTokens where one is needed whole."""
-        with self._dry, self._watch, self.backwards.followed():
+        with self.dry, self._watch, self.backwards.followed():
             try:
                 yield
             except NeedsWhole as error:

@@ -255,7 +255,7 @@ class StorageRecorder(OperatorListener):
         if not backward and active and keeps_result(func):
             summed = cut is not None and not cut.outputs
             self.products += [TracedProduct(stored, summed) for stored in result_storages if not stored.known]
-        crosses = facts.product or _looks_up(facts)
+        crosses = facts.product or facts.kind is WorkKind.LOOKUP
         if cut and active and not backward and made_share is not TensorShare.SPLIT and crosses:
             # A gather moves half of what a sum does.
             half = 0.5 if cut.gathered and cut.outputs else 1.0
@@ -284,7 +284,7 @@ class StorageRecorder(OperatorListener):
     ) -> TensorShare:
         if cut is None:
             return share
-        if not active or not (facts.product or _looks_up(facts)):
+        if not active or not (facts.product or facts.kind is WorkKind.LOOKUP):
             return TensorShare.SPLIT
         if cut.outputs is not backward:  # the forward of columns, the backward of rows
             return TensorShare.WHOLE if cut.gathered else TensorShare.SPLIT
@@ -327,10 +327,6 @@ class StorageRecorder(OperatorListener):
             elif cut is not None:
                 divided = "columns" if cut.outputs is (phase == "forward") else "sums"
         yield KernelWork(kind, divide(flops, share), moved, shape, divided), phase
-
-
-def _looks_up(facts: _Facts) -> bool:
-    return facts.kind is WorkKind.LOOKUP
 
 
 def _makes_scores(

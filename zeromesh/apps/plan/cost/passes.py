@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_leaves
 
 from zeromesh.apps.plan.cost.casts import autocast_of
@@ -21,8 +22,9 @@ from zeromesh.apps.plan.cost.meta_kernels import kernels_of
 from zeromesh.apps.plan.cost.packed import Packing, frozen_of, packed_weights
 from zeromesh.apps.plan.cost.traced_tables import TracedTables
 from zeromesh.base.dry.dry_run import DryRun
-from zeromesh.base.dry.meta_values import give, invented, literals, on_meta
+from zeromesh.base.dry.meta_values import literals
 from zeromesh.base.dry.model_copy import dry, imitated
+from zeromesh.base.dry.model_inputs import inputs_without_memory
 from zeromesh.base.operation_counts import losses_of
 from zeromesh.shard.find_units import CONTAINERS, assign, find_units
 
@@ -131,14 +133,15 @@ class _Trace:
         try:
             model, copies = imitated(original, options.dtype, hooked=True)
         except Exception as error:  # a model may have what cannot be copied
-            raise TraceError(f"{type(original).__name__} cannot be copied: {_line(error)}") from error
-        self.model, self.options, self.loss = model.train(), options, loss
+            raise TraceError(f"{type(original).__name__} cannot be copied: {error}") from error
+        self.original, self.model, self.options, self.loss = original, model.train(), options, loss
         self.tables = TracedTables(model, options.tables)
         self.names = [name for name, _ in find_units(model) if name not in self.tables.modules]
         modules = dict(model.named_modules())
         self.modules = [modules[name] for name in self.names]
         self.blocks = [is_block(name, modules) for name in self.names]
         self.owned = assign(model, self.names)
+        self.state = dict((*model.named_parameters(), *model.named_buffers()))
         self.cuts = {id(copies[id(original.get_parameter(name))]): cut for name, cut in cuts_of(original).items()}
         self.recorder = StorageRecorder(self.cuts, list(model.parameters()), list(model.buffers()))
         self.dry_run = DryRun(self.recorder)
@@ -147,14 +150,13 @@ class _Trace:
         self.entered: dict[int, list[TracedStorage]] = {}  # by unit, the storages of arguments of its calls
         self.handed: dict[int, Divided] = {}  # by unit, what it returns
         self.order: list[int] = []  # units by their first call
-        self.used: dict[int, int] = {}  # by ``id`` of a meta parameter, the slot that read it first
 
     def run(self, inputs: Inputs) -> list[TracedUnit]:
         recorder = self.recorder
         for unit, module in enumerate(self.modules):
             module.register_forward_pre_hook(self._enter(unit), with_kwargs=True, prepend=True)
             module.register_forward_hook(self._leave(unit), always_call=True)
-        values = {name: _meta_input(name, value, self.options.dtype) for name, value in inputs.items()}
+        values = inputs_without_memory(dict(inputs), self.options.dtype)
         input_storages = [recorder.find(tensor) for tensor in tree_leaves(values) if isinstance(tensor, Tensor)]
         for parameter in self.model.parameters():
             if parameter.requires_grad:
@@ -169,7 +171,9 @@ class _Trace:
         with self.dry_run, torch.autograd.graph.saved_tensors_hooks(recorder.saves, lambda tensor: tensor):
             with autocast_of(self.options.kernels, autocast):
                 output = self.model(**values)
-                ends = [self.loss(output)] if self.loss is not None else list(losses_of(output))
+                # A loss may read parameters of the user's model itself.
+                with _reparametrize_module(self.original, self.state):
+                    ends = list(losses_of(output)) if self.loss is None else [self.loss(output)]
             del output
             ends = [tensor for tensor in ends if tensor.requires_grad]
             if not ends:
@@ -189,7 +193,8 @@ class _Trace:
         """Return the place of an error, as a clause."""
         unit = self.slots[self.recorder.slot]
         name = type(self.model).__name__ if unit < 0 else self.names[unit]
-        return f"{name} does not run on the meta device, where tensors have no values: {_line(error)}"
+        text = (str(error) or type(error).__name__).strip().splitlines()[0]
+        return f"{name} does not run on the meta device, where tensors have no values: {text}"
 
     # Hooks of units.
 
@@ -355,22 +360,11 @@ class _Trace:
                 unit.gradients.append(gradients)
 
 
-def _line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).strip().splitlines()[0]
-
-
 def _sum(stored: Sequence[TracedStorage | TracedProduct]) -> Divided:
     total = NONE
     for entry in stored:
         total = total.plus(entry.divided())
     return total
-
-
-def _meta_input(name: str, value: Any, dtype: torch.dtype | None) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    meta_tensor = on_meta(value, dtype, valued=True)
-    return give(meta_tensor, invented(value, name)) if value.is_meta else meta_tensor
 
 
 @contextmanager
