@@ -74,14 +74,12 @@ def imitated(
     copies: dict[int, Any] = {}
 
     def imitate(tensor: Tensor) -> Tensor:
-        if id(tensor) in copies:
-            return tensor
-        is_parameter = isinstance(tensor, nn.Parameter)
-        kind = dtype if dtype is not None and is_parameter and tensor.is_floating_point() else tensor.dtype
-        meta_tensor = torch.empty_strided(tensor.size(), tensor.stride(), dtype=kind, device=META)
-        copies[id(tensor)] = (
-            nn.Parameter(meta_tensor, tensor.requires_grad) if is_parameter else give(meta_tensor, copied_value(tensor))
-        )
+        if id(tensor) not in copies:
+            is_parameter = isinstance(tensor, nn.Parameter)
+            kind = dtype if dtype is not None and is_parameter and tensor.is_floating_point() else tensor.dtype
+            copied = torch.empty_strided(tensor.size(), tensor.stride(), dtype=kind, device=META)
+            value = None if is_parameter else copied_value(tensor)
+            copies[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if is_parameter else give(copied, value)
         return tensor
 
     for module in model.modules():

@@ -86,7 +86,27 @@ def inputs_without_memory(batch: Any, dtype: torch.dtype | None) -> Any:
 def samples_of(model: nn.Module, length: int = LENGTH) -> Iterator[ModelInput]:
     """Yield samples to try one after the other, the most complete first; none if the inputs are unknown."""
     # Models of transformers tell by their configuration and by the arguments of their forward, others by the latter.
-    return (ModelInput(inputs, _by_name) for inputs in _candidates(model, length))
+    accepted = inspect.signature(model.forward).parameters
+    first = next(iter(accepted), "")
+    main, config = getattr(model, "main_input_name", first), getattr(model, "config", None)
+    if main not in accepted or (config is None and main not in _INPUTS):
+        return
+    length = min(length, positions(config) or length)
+    sizes = InputSizes(length=length, frames=8 * length)
+    inputs: Inputs = {name: make(config, sizes) for name, make in _INPUTS.items() if name in accepted and name != main}
+    inputs |= {name: value for name, value in _OPTIONS.items() if name in accepted}
+    if not getattr(config, "is_encoder_decoder", False) or main not in _INPUTS:
+        inputs = {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
+    if _INPUTS.get(main, _tokens) is not _tokens:
+        inputs.pop("attention_mask", None)
+    inputs[main] = _INPUTS.get(main, _tokens)(config, sizes)
+    # Labels are per token, or of classes; which ones a model takes only a trial shows.
+    labels = _labels(type(model), sizes) if "labels" in accepted else []
+    tried = [{**inputs, "labels": label} for label in labels] + [inputs]
+    # Of models of several kinds of inputs, perhaps only the main one.
+    fewer = [{name: x for name, x in sample.items() if name in (main, "labels", *_OPTIONS)} for sample in tried]
+    tried += [sample for sample, full in zip(fewer, tried, strict=True) if len(full) > 2]
+    yield from (ModelInput(sample, _by_name) for sample in tried)
 
 
 def guesses_of(model: nn.Module) -> Iterator[ModelInput]:
@@ -134,30 +154,6 @@ def inputs_of(kind: type[nn.Module], config: Any, sizes: InputSizes) -> Inputs:
     elif "decoder_input_ids" in accepted:
         inputs["decoder_input_ids"] = _ids(sizes.samples, sizes.length)
     return inputs
-
-
-def _candidates(model: nn.Module, length: int) -> Iterator[Inputs]:
-    accepted = inspect.signature(model.forward).parameters
-    first = next(iter(accepted), "")
-    main, config = getattr(model, "main_input_name", first), getattr(model, "config", None)
-    if main not in accepted or (config is None and main not in _INPUTS):
-        return
-    length = min(length, positions(config) or length)
-    sizes = InputSizes(length=length, frames=8 * length)
-    inputs: Inputs = {name: make(config, sizes) for name, make in _INPUTS.items() if name in accepted and name != main}
-    inputs |= {name: value for name, value in _OPTIONS.items() if name in accepted}
-    if not getattr(config, "is_encoder_decoder", False) or main not in _INPUTS:
-        inputs = {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
-    if _INPUTS.get(main, _tokens) is not _tokens:
-        inputs.pop("attention_mask", None)
-    inputs[main] = _INPUTS.get(main, _tokens)(config, sizes)
-    # Labels are per token, or of classes; which ones a model takes only a trial shows.
-    labels = _labels(type(model), sizes) if "labels" in accepted else []
-    tried = [{**inputs, "labels": label} for label in labels] + [inputs]
-    yield from tried
-    for sample in tried:  # of models of several kinds of inputs, perhaps only the main one
-        if len(sample) > 2:
-            yield {name: value for name, value in sample.items() if name in (main, "labels", *_OPTIONS)}
 
 
 def _labels(kind: type[nn.Module], sizes: InputSizes) -> list[Tensor]:

@@ -119,8 +119,6 @@ class _Facts(NamedTuple):
     """Properties of an operator that do not depend on its arguments."""
 
     formula: Any
-    view: bool
-    writes: bool
     kind: WorkKind
     product: bool
 
@@ -145,7 +143,7 @@ def _facts(func: Any) -> _Facts:
     matching_kind = next((kind for kind, words in _KINDS if any(word in name for word in words)), None)
     kind = matching_kind or (WorkKind.PRODUCT if formula is not None else WorkKind.ELEMENTWISE)
     product = formula is not None and kind in (WorkKind.PRODUCT, WorkKind.CONVOLUTION)
-    return _Facts(formula, bool(func.is_view), func._schema.is_mutable, kind, product)
+    return _Facts(formula, kind, product)
 
 
 class StorageRecorder(OperatorListener):
@@ -221,9 +219,9 @@ class StorageRecorder(OperatorListener):
 
     def on_operator(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Note an operator's storages and its work."""
-        facts = _facts(func)
-        if facts.view:
+        if func.is_view:
             return
+        facts, writes = _facts(func), func._schema.is_mutable
         backward = torch._C._current_graph_task_id() != -1
         in_weighted = self._enter_node() if backward else False
         operands = [(tensor, self.find(tensor)) for tensor in tensors_in((*args, *kwargs.values())) if tensor.is_meta]
@@ -248,7 +246,7 @@ class StorageRecorder(OperatorListener):
         result_storages = [self.find(tensor) for tensor in results]
         scores = not backward and _makes_scores(facts, func, operands, results)
         for tensor, stored in zip(results, result_storages, strict=True):
-            if stored.known or (id(stored) in operand_ids and not facts.writes):
+            if stored.known or (id(stored) in operand_ids and not writes):
                 continue
             weight = bool(weights) and not active
             stored.result(made_share, cut, weight, scores and tensor.ndim > 2, new=id(stored) not in operand_ids)
@@ -262,7 +260,7 @@ class StorageRecorder(OperatorListener):
             size = sum(tensor.nbytes for tensor in results[:1])
             self.sums[self.slot] = self.sums.get(self.slot, 0.0) + half * size
         name = func._overloadpacket.__name__
-        if name in _EMPTY or (not facts.writes and all(id(stored) in operand_ids for stored in result_storages)):
+        if name in _EMPTY or (not writes and all(id(stored) in operand_ids for stored in result_storages)):
             return
         if backward and torch.is_grad_enabled():  # a recomputation of the model's own
             return

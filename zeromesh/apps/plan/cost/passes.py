@@ -152,16 +152,15 @@ class _Trace:
         self.order: list[int] = []  # units by their first call
 
     def run(self, inputs: Inputs) -> list[TracedUnit]:
-        recorder = self.recorder
         for unit, module in enumerate(self.modules):
             module.register_forward_pre_hook(self._enter(unit), with_kwargs=True, prepend=True)
             module.register_forward_hook(self._leave(unit), always_call=True)
         values = inputs_without_memory(dict(inputs), self.options.dtype)
-        input_storages = [recorder.find(tensor) for tensor in tree_leaves(values) if isinstance(tensor, Tensor)]
+        input_storages = [self.recorder.find(tensor) for tensor in tree_leaves(values) if isinstance(tensor, Tensor)]
         for parameter in self.model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(recorder.accumulated)
-        self.tables.replace_lookups(lambda: recorder.slot)
+                parameter.register_post_accumulate_grad_hook(self.recorder.accumulated)
+        self.tables.replace_lookups(lambda: self.recorder.slot)
         with _collecting(), kernels_of(self.options.kernels), literals(), torch.enable_grad(), torch.device("meta"):
             return self._units(*self._run(values, input_storages))
 
