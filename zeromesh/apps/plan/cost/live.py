@@ -41,6 +41,9 @@ class ParameterCut(NamedTuple):
     rows: bool = False  # of an embedding: a sum of rows in a lookup, and the outputs of a head that is tied to it
 
 
+Cuts = Mapping[str, ParameterCut]  # by names of parameters
+
+
 @dataclass(slots=True, eq=False)
 class TracedStorage:
     """One storage."""

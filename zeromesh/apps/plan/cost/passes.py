@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from zeromesh.apps.plan.cost.casts import autocast_of
 from zeromesh.apps.plan.cost.cost import ALL_TRAINED, NONE, Divided, Frozen, KernelWork, Recompute, TableCost, WorkKind
-from zeromesh.apps.plan.cost.cuts import cuts_of
-from zeromesh.apps.plan.cost.live import StorageRecorder, TensorShare, TracedProduct, TracedStorage, divide
+from zeromesh.apps.plan.cost.live import Cuts, StorageRecorder, TensorShare, TracedProduct, TracedStorage, divide
 from zeromesh.apps.plan.cost.meta_kernels import kernels_of
 from zeromesh.apps.plan.cost.packed import Packing, frozen_of, packed_weights
 from zeromesh.apps.plan.cost.traced_tables import TracedTables
@@ -103,22 +102,20 @@ class TracedModel(NamedTuple):
     balanced: bool  # experts were taken to get equal numbers of tokens
 
 
-def trace(
-    model: nn.Module, inputs: Inputs, options: TraceOptions | None = None, loss: Loss | None = None
-) -> TracedModel:
+def trace(model: nn.Module, inputs: Inputs, options: TraceOptions, loss: Loss | None, cuts: Cuts) -> TracedModel:
     """Return what a forward and a backward say of a model's units; the model stays as it is.
 
     Args:
         model: its parameters may be on any device, meta included.
         inputs: keyword arguments of the forward; only shapes and dtypes of tensors matter.
         options: dtypes and kernels.
-        loss: computes the loss from the output; by default it is the output's ``loss``, or all of its tensors get
-            gradients.
+        loss: computes the loss from the output; None: it is the output's ``loss``, or all of its tensors get gradients.
+        cuts: dims in which parameters are cut over tensor ranks, by name.
 
     Raises:
         TraceError: an operator needs values, or fails.
     """
-    run = _Trace(model, options or TraceOptions(), loss)
+    run = _Trace(model, options, loss, cuts)
     try:
         with dry(model):
             return TracedModel(run.run(inputs), run.dry_run.values.balanced)
@@ -129,9 +126,9 @@ def trace(
 
 
 class _Trace:
-    def __init__(self, original: nn.Module, options: TraceOptions, loss: Loss | None) -> None:
+    def __init__(self, original: nn.Module, options: TraceOptions, loss: Loss | None, cuts: Cuts) -> None:
         try:
-            model, copies = imitated(original, options.dtype, hooked=True)
+            model = imitated(original, options.dtype, hooked=True)[0]
         except Exception as error:  # a model may have what cannot be copied
             raise TraceError(f"{type(original).__name__} cannot be copied: {error}") from error
         self.original, self.model, self.options, self.loss = original, model.train(), options, loss
@@ -142,7 +139,7 @@ class _Trace:
         self.blocks = [is_block(name, modules) for name in self.names]
         self.owned = assign(model, self.names)
         self.state = dict((*model.named_parameters(), *model.named_buffers()))
-        self.cuts = {id(copies[id(original.get_parameter(name))]): cut for name, cut in cuts_of(original).items()}
+        self.cuts = {id(model.get_parameter(name)): cut for name, cut in cuts.items()}
         self.recorder = StorageRecorder(self.cuts, list(model.parameters()), list(model.buffers()))
         self.dry_run = DryRun(self.recorder)
         self.slots = [-1]  # by number of the recorder's slot, the unit; -1 between units
