@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 import zeromesh
 from huggingface_models import MODELS, Model
+from zeromesh.base.dry.model_inputs import ModelInput
 from zeromesh.base.precision import Precision
 from zeromesh.engine.batches import loss_of
-from zeromesh.parallel.follow.samples import ModelInput
 from zeromesh.parallel.pipeline.runtime.cut import examine, take_away
 from zeromesh.parallel.pipeline.runtime.stage import Handed, Header, Stages
 from zeromesh.parallel.pipeline.schedule.partition import Blocks, Cut, partition, starts_of

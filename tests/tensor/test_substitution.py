@@ -255,7 +255,7 @@ def test_a_plan_by_hand_for_a_changed_layer_names_the_reason_and_the_remedy() ->
 
 # Files that look at the class of a layer, or replace a forward, and why none of them needs to ask more.
 LOOKS = {
-    "parallel/follow/samples.py": "guesses inputs",
+    "base/dry/model_inputs.py": "guesses inputs",
     "shard/optim/groups.py": "chooses parameters",
     "apps/plan/cost/estimate.py": "counts bytes",
     "apps/plan/cost/packed.py": "counts bytes",

@@ -11,6 +11,7 @@ import keras
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zeromesh.base.dry.model_copy import undisturbed
 from zeromesh.base.keras_layers import global_seed, seeds_of
 from zeromesh.keras.data import rows_in
 from zeromesh.keras.keras_run import DistributedRun, kept
@@ -80,7 +81,7 @@ class Probe:
         variables = [*model.metrics_variables, *states, *seeds_of(model), global_seed(make=True)]
         unchanged = kept({id(variable): variable for variable in variables}.values())
         same = _SameNumbers()  # type: ignore[no-untyped-call]
-        with torch.no_grad(), unchanged, torch.random.fork_rng(), joint.without_statistics(), same:
+        with torch.no_grad(), unchanged, undisturbed(self._run.engine.device), joint.without_statistics(), same:
             yield
 
     def _output(self, x: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh.apps.plan.cost.source import class_of, inputs_of
+from zeromesh.apps.plan.cost.source import class_of, inputs_by_size
 from zeromesh.checkpoint.weights.hub_models import model_folder
 from zeromesh.checkpoint.weights.pretrained import configuration
 from zeromesh.config.settings import Settings
@@ -134,7 +134,7 @@ def default_batch(kind: type[nn.Module], config: Any, multiple: int) -> Any:
     generator = torch.Generator().manual_seed(1)
     entries = getattr(config.get_text_config(), "vocab_size", 2)
     tensors = {}
-    for name, like in inputs_of(kind, config)(2, length).items():
+    for name, like in inputs_by_size(kind, config)(2, length).items():
         if like.is_floating_point():
             tensors[name] = torch.randn(like.shape, generator=generator)
         else:

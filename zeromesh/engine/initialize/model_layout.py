@@ -28,10 +28,10 @@ from zeromesh.parallel.tensor.tensor_plan import as_json, parse, resolve
 from zeromesh.shard.tables.find_tables import find_tables
 
 if TYPE_CHECKING:
+    from zeromesh.base.dry.model_inputs import ModelInput
     from zeromesh.base.loader import Loader
     from zeromesh.config.settings import Resolved, Settings
     from zeromesh.engine.pipelined import Pipelined
-    from zeromesh.parallel.follow.samples import ModelInput
 
 # Plan of the tensor axis, and the stacks of blocks between which the sequence is split.
 Split = tuple[SplitPlan, list[Stack]]
@@ -143,8 +143,8 @@ def plan_stages(
 
 def _sample(loader: Loader | None, loss_fn: Any, device: torch.device) -> ModelInput | None:
     """Return the first samples of the data, as the model will get them; None where they cannot be read."""
-    from zeromesh.parallel.follow.imitation import undisturbed
-    from zeromesh.parallel.follow.samples import ModelInput
+    from zeromesh.base.dry.model_copy import undisturbed
+    from zeromesh.base.dry.model_inputs import ModelInput
 
     if loader is None:
         return None

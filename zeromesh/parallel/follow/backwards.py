@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.autograd import function as functions
 
 from zeromesh.base.containers import map_tensors, tensors_of
+from zeromesh.base.dry.meta_values import META
 from zeromesh.base.in_place import version
 from zeromesh.base.substitution import KINDS, of_library, user_hooks
-from zeromesh.parallel.follow.imitation import META
 from zeromesh.parallel.follow.split_activation import NeedsWhole, SplitActivation
 from zeromesh.parallel.follow.split_rules import as_split
 from zeromesh.parallel.follow.ways import applied

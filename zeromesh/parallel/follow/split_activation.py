@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from zeromesh.base.containers import map_tensors, tensors_of
+from zeromesh.base.dry.model_copy import OURS, TORCH
 from zeromesh.base.in_place import version, writes
 from zeromesh.comm.collectives import Group
-from zeromesh.parallel.follow.imitation import OURS, TORCH
 from zeromesh.parallel.tensor.operators import move
 from zeromesh.parallel.tensor.random_streams import RandomStreams
 

@@ -22,9 +22,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from zeromesh.base.containers import map_tensors, tensors_of
+from zeromesh.base.dry.meta_values import on_meta
+from zeromesh.base.dry.model_copy import dry, dtype_of, imitated, limited, seed_all
 from zeromesh.base.substitution import of_library
 from zeromesh.parallel.follow.backwards import Hooks, hooks_of
-from zeromesh.parallel.follow.imitation import dry, dtype_of, imitated, limited, on_meta, seed_all
 from zeromesh.parallel.follow.split_activation import SplitActivation
 from zeromesh.parallel.follow.tokens import DependsOnLength, MixesTokens, TokenRun, WayNotChecked
 from zeromesh.parallel.follow.ways import HARMLESS, Beginning, Way, applied, way_of
@@ -234,7 +235,7 @@ class TokenCheck:
                 assert checked.ways is not None
                 checked.ways |= part_run.ways
                 break
-            if not (whole_run.guessed or part_run.guessed):
+            if not (whole_run.dry.values.guessed or part_run.dry.values.guessed):
                 break
         return checked
 

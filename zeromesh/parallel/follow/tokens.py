@@ -25,10 +25,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zeromesh.base.containers import map_tensors, tensors_of
+from zeromesh.base.dry.dry_run import DryRun, OperatorListener
+from zeromesh.base.dry.meta_values import META
+from zeromesh.base.dry.model_copy import OURS, TORCH
 from zeromesh.base.in_place import version, writes, written
 from zeromesh.parallel.follow import split_views as split_views  # which registers rules
 from zeromesh.parallel.follow.backwards import Backwards, Hooks, OfSum
-from zeromesh.parallel.follow.imitation import META, OURS, TORCH, WithoutMemory
 from zeromesh.parallel.follow.split_activation import Axis, NeedsWhole, SplitActivation, SplitDim
 from zeromesh.parallel.follow.split_rules import ENTRY_BY_ENTRY, as_split, entry_by_entry
 from zeromesh.parallel.follow.ways import Way, answer, collect, looks_at_ids, way_of
@@ -88,10 +90,11 @@ class Constant(Tensor):
             return version(self) == self.known
 
 
-class TokenRun(WithoutMemory, Axis):
+class TokenRun(OperatorListener, Axis):
     """One forward, as the axis over which sequences are split, and on which nothing is ever gathered.
 
     Attributes:
+        dry: the mode in which the forward runs.
         parts: number of parts of a sequence.
         size: the same; where the code is told that the sequence is as long as a rank's part, a divisor of that.
         has_whole: True while a module runs that is given whole sequences.
@@ -109,7 +112,7 @@ class TokenRun(WithoutMemory, Axis):
         self, parts: int, attends: bool, guess: bool, device: torch.device, other: TokenRun | None = None,
         attempt: int = 0,
     ) -> None:  # fmt: skip
-        super().__init__(guess, MOST_OPERATORS)
+        self.dry = DryRun(self, guess, MOST_OPERATORS)
         self.device, self._attempt = device, attempt
         self.is_plain = False
         self.ways: set[Way] = set()
@@ -144,7 +147,7 @@ class TokenRun(WithoutMemory, Axis):
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Follow activations in this context; raise MixesTokens where one is needed whole."""
-        with self, self._watch, self.backwards.followed():
+        with self.dry, self._watch, self.backwards.followed():
             try:
                 yield
             except NeedsWhole as error:
@@ -227,9 +230,9 @@ class TokenRun(WithoutMemory, Axis):
                 return self.spread(x, dim, length, length * self._part // self._whole)
         return x
 
-    def reads(self, x: Tensor) -> None:
+    def on_read(self, func: Any, tensors: Sequence[Tensor]) -> None:
         """Refuse parts that are read without a rule."""
-        if isinstance(x, SplitActivation) and torch._C._is_torch_function_enabled():
+        if torch._C._is_torch_function_enabled() and any(isinstance(x, SplitActivation) for x in tensors):
             raise self.mixed("is code outside of Python, which cannot be followed")
 
     def mixed(

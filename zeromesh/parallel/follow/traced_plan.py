@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zeromesh.base.dry.dry_run import DryRun, OperatorListener
+from zeromesh.base.dry.model_copy import dry, dtype_of, imitated, is_odd, limited, seed_all
+from zeromesh.base.dry.model_inputs import ModelInput, guesses_of, samples_of
 from zeromesh.parallel.follow import split_views as split_views  # which registers rules
-from zeromesh.parallel.follow.imitation import WithoutMemory, dry, dtype_of, imitated, is_odd, limited, seed_all
-from zeromesh.parallel.follow.samples import ModelInput, guesses_of, samples_of
 from zeromesh.parallel.follow.split_activation import Axis, NeedsWhole, SplitActivation, SplitDim, part_of, whole
 from zeromesh.parallel.follow.split_rules import as_split
 from zeromesh.parallel.tensor.split_plan import PlanRule, pattern_of
@@ -248,25 +249,25 @@ class _Runs:
         return choices, findings
 
     def _try(self, choices: Choices) -> Found:
-        self._run = run = _Run(self._weights, self._layers, self._alike, self._ranks, choices, self._guess, self._left)
+        self._run = _Run(self._weights, self._layers, self._alike, self._ranks, choices)
+        run = DryRun(self._run, self._guess, self._left)
         seed_all()
         try:
             with torch.enable_grad():
                 self._sample.run_dry(lambda *args, **kwargs: whole(self._copied(*args, **kwargs)), self._dtype, run)
         finally:
-            self.guessed = run.guessed
+            self.guessed = run.values.guessed
             self._left -= run.operators
-        return run.found()
+        return self._run.found()
 
 
-class _Run(WithoutMemory, Axis):
+class _Run(OperatorListener, Axis):
     """One forward, as the axis on which its activations are split."""
 
     def __init__(
         self, weights: Mapping[int, Collection[str]], layers: dict[str, bool], alike: dict[str, Alike], ranks: int,
-        choices: Choices, guess: bool, left: int,
+        choices: Choices,
     ) -> None:  # fmt: skip
-        super().__init__(guess, left)
         self._alike, self.size = alike, ranks
         self._rules: dict[str, PlanRule] = {}
         self._sent = 0.0
@@ -282,16 +283,17 @@ class _Run(WithoutMemory, Axis):
         """Return what the run showed."""
         return Found(self._rules, self._sent, self._gathered, self._wishes, self._read, set(self._known))
 
-    def reads(self, x: Tensor) -> None:
+    def on_read(self, func: Any, tensors: Sequence[Tensor]) -> None:
         """Note who reads weights and parts."""
-        names = self._weights.get(id(x), ())  # several if the weight is tied
-        if names and not any(name in self._inside for name in names):
-            self._read |= set(names)
-            for name in names:
-                self._rules.pop(name, None)
-        if isinstance(x, SplitActivation) and torch._C._is_torch_function_enabled():
-            # No rule was asked, so the code computes on a part without knowing.
-            raise NeedsWhole("code outside of Python was given a part", x.split_dim.sources)
+        for x in tensors:
+            names = self._weights.get(id(x), ())  # several if the weight is tied
+            if names and not any(name in self._inside for name in names):
+                self._read |= set(names)
+                for name in names:
+                    self._rules.pop(name, None)
+            if isinstance(x, SplitActivation) and torch._C._is_torch_function_enabled():
+                # No rule was asked, so the code computes on a part without knowing.
+                raise NeedsWhole("code outside of Python was given a part", x.split_dim.sources)
 
     def call(self, name: str, layer: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute what a layer gives, and decide how it is split when it is called for the first time."""

@@ -28,8 +28,8 @@ from torch.autograd import function as functions
 from torch.utils.hooks import RemovableHandle
 
 from zeromesh.base.containers import tensors_of
+from zeromesh.base.dry.model_copy import HOOKS, OURS, TORCH, files_of, remembered
 from zeromesh.base.substitution import of_library
-from zeromesh.parallel.follow.imitation import HOOKS, OURS, TORCH, files_of, remembered
 from zeromesh.parallel.follow.split_rules import ENTRY_BY_ENTRY
 
 # Files of torch's compiler, whose code was seen when it was compiled, and of its hooks and recomputation.

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.functional import gelu, relu
 
 from zeromesh.base import model_names
+from zeromesh.base.dry.model_inputs import ModelInput
 from zeromesh.base.substitution import computes_as, has_hooks, is_adapted, is_as_written, is_known, runs_another_forward
-from zeromesh.parallel.follow.samples import ModelInput
 from zeromesh.parallel.follow.traced_plan import traced_plan
 from zeromesh.parallel.tensor.heads import Heads, heads_of
 from zeromesh.parallel.tensor.published import (

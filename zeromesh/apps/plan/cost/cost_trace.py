@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from zeromesh.apps.plan.cost.cost import NONE, Divided, KernelWork, ModelCost, TableCost, UnitCost, WorkKind
+from zeromesh.apps.plan.cost.cuts import cuts_of
 from zeromesh.apps.plan.cost.estimate import estimate
 from zeromesh.apps.plan.cost.passes import (
     MOST_TENSOR,
@@ -116,15 +117,16 @@ class TracedCost:
 
     def _traced(self, batches: Sequence[int], micro_batch: int, sequence: int) -> CostTable:
         model, options = self.model, self._options
+        run = partial(trace, model, options=options, loss=self._loss, cuts=cuts_of(model))
         try:
-            traces = [trace(model, self._inputs(batch, sequence), options, self._loss) for batch in batches]
+            traces = [run(self._inputs(batch, sequence)) for batch in batches]
         except TraceError as error:
             cost = estimate(model, self.name, micro_batch, sequence, options, str(error))
             return CostTable((micro_batch,), (cost,))
         if len(traces) == 2 and not _aligned(
             traces[0].units, traces[1].units
         ):  # another number of samples takes another path
-            batches, traces = (micro_batch,), [trace(model, self._inputs(micro_batch, sequence), options, self._loss)]
+            batches, traces = (micro_batch,), [run(self._inputs(micro_batch, sequence))]
         note = BALANCED if any(traced.balanced for traced in traces) else ""
         return _table(self.name, batches, sequence, [traced.units for traced in traces], note)
 

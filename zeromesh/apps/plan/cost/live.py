@@ -11,15 +11,14 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeromesh.apps.plan.cost.cost import NONE, Divided, KernelWork, WorkKind
-from zeromesh.apps.plan.cost.meta_values import KnownValues
+from zeromesh.base.dry.dry_run import OperatorListener, tensors_in
 from zeromesh.base.operation_counts import FORMULAS
 from zeromesh.parallel.activation.selective import keeps_result
 
@@ -40,6 +39,9 @@ class ParameterCut(NamedTuple):
     outputs: bool  # false: its inputs, whose products are summed
     gathered: bool = False  # activations on the cut side are gathered, or split, at the layer
     rows: bool = False  # of an embedding: a sum of rows in a lookup, and the outputs of a head that is tied to it
+
+
+Cuts = Mapping[str, ParameterCut]  # by names of parameters
 
 
 @dataclass(slots=True, eq=False)
@@ -120,8 +122,6 @@ class _Facts(NamedTuple):
     """Properties of an operator that do not depend on its arguments."""
 
     formula: Any
-    view: bool
-    writes: bool
     kind: WorkKind
     product: bool
 
@@ -140,16 +140,17 @@ _aten = torch.ops.aten
 _FACTORS = {_aten.mm: (0, 1), _aten.addmm: (1, 2), _aten.bmm: (0, 1), _aten.baddbmm: (1, 2)}
 
 
+@cache
 def _facts(func: Any) -> _Facts:
     name, formula = func._overloadpacket.__name__, FORMULAS.get(func._overloadpacket)
     matching_kind = next((kind for kind, words in _KINDS if any(word in name for word in words)), None)
     kind = matching_kind or (WorkKind.PRODUCT if formula is not None else WorkKind.ELEMENTWISE)
     product = formula is not None and kind in (WorkKind.PRODUCT, WorkKind.CONVOLUTION)
-    return _Facts(formula, bool(func.is_view), func._schema.is_mutable, kind, product)
+    return _Facts(formula, kind, product)
 
 
-class TraceRecorder(TorchDispatchMode):
-    """Context that records operators on meta tensors, and what autograd saves of them.
+class StorageRecorder(OperatorListener):
+    """Record of operators on meta tensors, and of what autograd saves of them.
 
     A slot is a stretch of the forward in one unit, or between units; the user of this class says where they begin.
     """
@@ -157,21 +158,16 @@ class TraceRecorder(TorchDispatchMode):
     def __init__(
         self, cuts: Mapping[int, ParameterCut], parameters: Sequence[Tensor], buffers: Sequence[Tensor]
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.works: list[TracedWork] = []
         self.accumulations: list[tuple[int, int]] = []  # of gradients: number of events before, and the slot
         self.sums: dict[int, float] = {}  # bytes that tensor ranks sum in the forward, by slot
         self.slot, self.block = 0, False
-        self.values = KnownValues()
         self.first_reads: dict[int, int] = {}  # by key of a parameter's storage, the first slot that reads it
         self._live: dict[int, tuple[TracedStorage, weakref.ref[Any] | None]] = {}
         self._begins: list[int] = [0]  # sequence numbers of autograd with which slots begin
         self._slots: list[int] = [0]
         self._with_weight: set[int] = set()  # sequence numbers of nodes whose operation has a parameter
-        self._table: dict[Any, _Facts] = {}
-        # By operator and arguments, the shapes, strides and dtypes of the results; None where those do not suffice.
-        self._made: dict[Any, tuple[Any, ...] | None] = {}
         self.products: list[TracedProduct] = []  # of the forward
         for tensor in (*parameters, *buffers):
             storage = tensor.untyped_storage()
@@ -224,46 +220,14 @@ class TraceRecorder(TorchDispatchMode):
 
     # Operators.
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run an operator and record it; torch calls this for every one."""
-        kwargs = kwargs or {}
-        facts = self._table.get(func)
-        if facts is None:
-            facts = self._table[func] = _facts(func)
-        done, result, args = self.values.before(func, args, kwargs)
-        if not done:
-            result = func(*args, **kwargs) if facts.view else self._run(func, facts, args, kwargs)
-            if torch._C._current_graph_task_id() == -1:  # nothing branches in a backward
-                self.values.after(func, args, kwargs, result)
-        if not facts.view:
-            self._record(func, facts, args, kwargs, result)
-        return result
-
-    def _run(self, func: Any, facts: _Facts, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run an operator, or make what it made of tensors of the same shapes before."""
-        # Most of torch's operators find their result's shape in Python, in a hundred times what a new tensor takes; and
-        # the blocks of a model run the same ones.
-        try:
-            key = (func, _form(args), _form(tuple(kwargs.items())))
-            recipe = self._made.get(key, ())
-        except TypeError:  # an argument that cannot be compared
-            return func(*args, **kwargs)
-        if recipe:
-            if recipe[0] is None:
-                return args[0]
-            results = [torch.empty_strided(*form[:2], dtype=form[2], device="meta") for form in recipe]
-            return results[0] if recipe[0][3] else tuple(results)
-        result = _grouped(args, kwargs) if func is _aten._grouped_mm.default else func(*args, **kwargs)
-        if recipe is not None:
-            self._made[key] = _recipe(facts, args, kwargs, result)
-        return result
-
-    def _record(self, func: Any, facts: _Facts, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+    def on_operator(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Note an operator's storages and its work."""
+        if func.is_view:
+            return
+        facts, writes = _facts(func), func._schema.is_mutable
         backward = torch._C._current_graph_task_id() != -1
         in_weighted = self._enter_node() if backward else False
-        operands = [(tensor, self.find(tensor)) for tensor in _tensors((*args, *kwargs.values()))]
+        operands = [(tensor, self.find(tensor)) for tensor in tensors_in((*args, *kwargs.values())) if tensor.is_meta]
         weights = [stored for _, stored in operands if stored.weight]
         active = [stored for _, stored in operands if not stored.weight]
         share = max((stored.share for stored in active), default=TensorShare.WHOLE)
@@ -280,26 +244,26 @@ class TraceRecorder(TorchDispatchMode):
         if not backward and weights and active:
             self._with_weight.add(torch.autograd._get_sequence_nr() - 1)  # type: ignore[attr-defined]
         made_share = self._share_of_result(facts, share, cut, bool(active), backward)
-        results = list(_tensors((result,)))
+        results = [tensor for tensor in tensors_in((result,)) if tensor.is_meta]
         operand_ids = {id(stored) for _, stored in operands}
         result_storages = [self.find(tensor) for tensor in results]
         scores = not backward and _makes_scores(facts, func, operands, results)
         for tensor, stored in zip(results, result_storages, strict=True):
-            if stored.known or (id(stored) in operand_ids and not facts.writes):
+            if stored.known or (id(stored) in operand_ids and not writes):
                 continue
             weight = bool(weights) and not active
             stored.result(made_share, cut, weight, scores and tensor.ndim > 2, new=id(stored) not in operand_ids)
         if not backward and active and keeps_result(func):
             summed = cut is not None and not cut.outputs
             self.products += [TracedProduct(stored, summed) for stored in result_storages if not stored.known]
-        crosses = facts.product or _looks_up(facts)
+        crosses = facts.product or facts.kind is WorkKind.LOOKUP
         if cut and active and not backward and made_share is not TensorShare.SPLIT and crosses:
             # A gather moves half of what a sum does.
             half = 0.5 if cut.gathered and cut.outputs else 1.0
             size = sum(tensor.nbytes for tensor in results[:1])
             self.sums[self.slot] = self.sums.get(self.slot, 0.0) + half * size
         name = func._overloadpacket.__name__
-        if name in _EMPTY or (not facts.writes and all(id(stored) in operand_ids for stored in result_storages)):
+        if name in _EMPTY or (not writes and all(id(stored) in operand_ids for stored in result_storages)):
             return
         if backward and torch.is_grad_enabled():  # a recomputation of the model's own
             return
@@ -321,7 +285,7 @@ class TraceRecorder(TorchDispatchMode):
     ) -> TensorShare:
         if cut is None:
             return share
-        if not active or not (facts.product or _looks_up(facts)):
+        if not active or not (facts.product or facts.kind is WorkKind.LOOKUP):
             return TensorShare.SPLIT
         if cut.outputs is not backward:  # the forward of columns, the backward of rows
             return TensorShare.WHOLE if cut.gathered else TensorShare.SPLIT
@@ -364,48 +328,6 @@ class TraceRecorder(TorchDispatchMode):
             elif cut is not None:
                 divided = "columns" if cut.outputs is (phase == "forward") else "sums"
         yield KernelWork(kind, divide(flops, share), moved, shape, divided), phase
-
-
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    """Yield the meta tensors in the arguments of an operator."""
-    for value in values:
-        if isinstance(value, Tensor):
-            if value.is_meta:
-                yield value
-        elif isinstance(value, tuple | list):
-            yield from _tensors(value)
-
-
-def _form(value: Any) -> Any:
-    """Return what decides, of arguments of an operator, the form of its results."""
-    if isinstance(value, Tensor):
-        return (value.shape, value.stride(), value.dtype, value.is_meta)
-    return tuple(_form(item) for item in value) if isinstance(value, tuple | list) else (type(value), value)
-
-
-def _grouped(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return a product of experts, which torch has on the meta device in bfloat16 alone."""
-    narrow = [arg.to(torch.bfloat16) if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args]
-    return _aten._grouped_mm(*narrow, **kwargs).to(args[0].dtype)  # type: ignore[no-any-return]
-
-
-def _recipe(facts: _Facts, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> tuple[Any, ...] | None:
-    """Return how to make an operator's results again; None if they are no new tensors with storages of their own."""
-    if facts.writes:
-        return (None,) if args and result is args[0] else None
-    results = result if isinstance(result, tuple) else (result,)
-    if not all(isinstance(tensor, Tensor) and tensor.is_meta for tensor in results):
-        return None
-    taken = {tensor.untyped_storage()._cdata for tensor in _tensors((*args, *kwargs.values()))}
-    storages = {tensor.untyped_storage()._cdata for tensor in results}
-    recipe = tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor is result) for tensor in results)
-    again = [torch.empty_strided(*form[:2], dtype=form[2], device="meta").untyped_storage().nbytes() for form in recipe]
-    same = again == [tensor.untyped_storage().nbytes() for tensor in results]
-    return recipe if same and len(storages) == len(results) and not storages & taken else None
-
-
-def _looks_up(facts: _Facts) -> bool:
-    return facts.kind is WorkKind.LOOKUP
 
 
 def _makes_scores(

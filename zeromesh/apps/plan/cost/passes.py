@@ -7,24 +7,24 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_leaves
 
 from zeromesh.apps.plan.cost.casts import autocast_of
 from zeromesh.apps.plan.cost.cost import ALL_TRAINED, NONE, Divided, Frozen, KernelWork, Recompute, TableCost, WorkKind
-from zeromesh.apps.plan.cost.cuts import cuts_of
-from zeromesh.apps.plan.cost.live import TensorShare, TracedProduct, TracedStorage, TraceRecorder, divide
+from zeromesh.apps.plan.cost.live import Cuts, StorageRecorder, TensorShare, TracedProduct, TracedStorage, divide
 from zeromesh.apps.plan.cost.meta_kernels import kernels_of
-from zeromesh.apps.plan.cost.meta_values import give, invented, literals
 from zeromesh.apps.plan.cost.packed import Packing, frozen_of, packed_weights
 from zeromesh.apps.plan.cost.traced_tables import TracedTables
+from zeromesh.base.dry.dry_run import DryRun
+from zeromesh.base.dry.meta_values import literals
+from zeromesh.base.dry.model_copy import dry, imitated
+from zeromesh.base.dry.model_inputs import inputs_without_memory
 from zeromesh.base.operation_counts import losses_of
-from zeromesh.parallel.follow.imitation import on_meta
 from zeromesh.shard.find_units import CONTAINERS, assign, find_units
 
 Inputs = Mapping[str, Any]
@@ -102,95 +102,74 @@ class TracedModel(NamedTuple):
     balanced: bool  # experts were taken to get equal numbers of tokens
 
 
-def trace(
-    model: nn.Module, inputs: Inputs, options: TraceOptions | None = None, loss: Loss | None = None
-) -> TracedModel:
+def trace(model: nn.Module, inputs: Inputs, options: TraceOptions, loss: Loss | None, cuts: Cuts) -> TracedModel:
     """Return what a forward and a backward say of a model's units; the model stays as it is.
 
     Args:
         model: its parameters may be on any device, meta included.
         inputs: keyword arguments of the forward; only shapes and dtypes of tensors matter.
         options: dtypes and kernels.
-        loss: computes the loss from the output; by default it is the output's ``loss``, or all of its tensors get
-            gradients.
+        loss: computes the loss from the output; None: it is the output's ``loss``, or all of its tensors get gradients.
+        cuts: dims in which parameters are cut over tensor ranks, by name.
 
     Raises:
         TraceError: an operator needs values, or fails.
     """
-    run = _Trace(model, options or TraceOptions(), loss)
-    return TracedModel(run.run(inputs), run.recorder.values.balanced)
+    run = _Trace(model, options, loss, cuts)
+    try:
+        with dry(model):
+            return TracedModel(run.run(inputs), run.dry_run.values.balanced)
+    except TraceError:
+        raise
+    except Exception as error:
+        raise TraceError(run.where(error)) from error
 
 
 class _Trace:
-    def __init__(self, model: nn.Module, options: TraceOptions, loss: Loss | None) -> None:
-        self.model, self.options, self.loss = model, options, loss
+    def __init__(self, original: nn.Module, options: TraceOptions, loss: Loss | None, cuts: Cuts) -> None:
+        try:
+            model = imitated(original, options.dtype, hooked=True)[0]
+        except Exception as error:  # a model may have what cannot be copied
+            raise TraceError(f"{type(original).__name__} cannot be copied: {error}") from error
+        self.original, self.model, self.options, self.loss = original, model.train(), options, loss
         self.tables = TracedTables(model, options.tables)
         self.names = [name for name, _ in find_units(model) if name not in self.tables.modules]
         modules = dict(model.named_modules())
         self.modules = [modules[name] for name in self.names]
         self.blocks = [is_block(name, modules) for name in self.names]
         self.owned = assign(model, self.names)
-        dtype = options.dtype
-        self.state = {
-            name: on_meta(tensor, dtype if isinstance(tensor, nn.Parameter) else None)
-            for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        }
-        for name, buffer in model.named_buffers():
-            give(self.state[name], None if buffer.is_meta else buffer)
-        named = dict(model.named_parameters())
-        self.of = {id(parameter): self.state[name] for name, parameter in named.items()}  # the meta parameters
-        parameters = [self.state[name] for name in named]
-        self.cuts = {id(self.state[name]): cut for name, cut in cuts_of(model).items()}
-        buffers = [tensor for name, tensor in self.state.items() if name not in named]
-        self.recorder = TraceRecorder(self.cuts, parameters, buffers)
+        self.state = dict((*model.named_parameters(), *model.named_buffers()))
+        self.cuts = {id(model.get_parameter(name)): cut for name, cut in cuts.items()}
+        self.recorder = StorageRecorder(self.cuts, list(model.parameters()), list(model.buffers()))
+        self.dry_run = DryRun(self.recorder)
         self.slots = [-1]  # by number of the recorder's slot, the unit; -1 between units
         self.places: list[int] = []  # by slot, the place of a unit in the cost
         self.entered: dict[int, list[TracedStorage]] = {}  # by unit, the storages of arguments of its calls
         self.handed: dict[int, Divided] = {}  # by unit, what it returns
         self.order: list[int] = []  # units by their first call
-        self.used: dict[int, int] = {}  # by ``id`` of a meta parameter, the slot that read it first
 
     def run(self, inputs: Inputs) -> list[TracedUnit]:
-        recorder, training = self.recorder, [m.training for m in self.model.modules()]
-        handles = [
-            handle
-            for unit, module in enumerate(self.modules)
-            for handle in (
-                module.register_forward_pre_hook(self._enter(unit), with_kwargs=True, prepend=True),
-                module.register_forward_hook(self._leave(unit), always_call=True),
-            )
-        ]
-        self.model.train()
-        values = {name: _meta_input(name, value, self.options.dtype) for name, value in inputs.items()}
-        input_storages = [recorder.find(tensor) for tensor in tree_leaves(values) if isinstance(tensor, Tensor)]
-        for tensor in {id(t): t for t in self.state.values()}.values():
-            if tensor.requires_grad:
-                tensor.register_post_accumulate_grad_hook(recorder.accumulated)
-        try:
-            looking = self.tables.looking(self.state, lambda: recorder.slot)
-            kernels = kernels_of(self.options.kernels)
-            with _collecting(), kernels, literals(), torch.enable_grad(), torch.device("meta"), looking:
-                # The model has the meta parameters in the backward, too, for what it computes again there.
-                state = {f"model.{name}": tensor for name, tensor in self.state.items()}
-                forwarded = functional_call(_Around(self.model), state, (partial(self._run, values, input_storages),))
-        except TraceError:
-            raise
-        except Exception as error:
-            raise TraceError(self._where(error)) from error
-        finally:
-            for handle in handles:
-                handle.remove()
-            for module, mode in zip(self.model.modules(), training, strict=True):
-                module.train(mode)
-        return self._units(*forwarded)
+        for unit, module in enumerate(self.modules):
+            module.register_forward_pre_hook(self._enter(unit), with_kwargs=True, prepend=True)
+            module.register_forward_hook(self._leave(unit), always_call=True)
+        values = inputs_without_memory(dict(inputs), self.options.dtype)
+        input_storages = [self.recorder.find(tensor) for tensor in tree_leaves(values) if isinstance(tensor, Tensor)]
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self.recorder.accumulated)
+        self.tables.replace_lookups(lambda: self.recorder.slot)
+        with _collecting(), kernels_of(self.options.kernels), literals(), torch.enable_grad(), torch.device("meta"):
+            return self._units(*self._run(values, input_storages))
 
     def _run(self, values: Inputs, input_storages: Sequence[TracedStorage]) -> tuple[list[TracedStorage], int]:
         """Run both passes; return the storages that live between them, and the number of events until then."""
         recorder, autocast = self.recorder, self.options.autocast
-        with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.saves, lambda tensor: tensor):
+        with self.dry_run, torch.autograd.graph.saved_tensors_hooks(recorder.saves, lambda tensor: tensor):
             with autocast_of(self.options.kernels, autocast):
                 output = self.model(**values)
-                ends = [self.loss(output)] if self.loss is not None else list(losses_of(output))
+                # A loss may read parameters of the user's model itself.
+                with _reparametrize_module(self.original, self.state):
+                    ends = list(losses_of(output)) if self.loss is None else [self.loss(output)]
             del output
             ends = [tensor for tensor in ends if tensor.requires_grad]
             if not ends:
@@ -206,7 +185,8 @@ class _Trace:
             del ends, grads
         return [stored for stored in alive if stored.saver >= 0], count
 
-    def _where(self, error: Exception) -> str:
+    def where(self, error: Exception) -> str:
+        """Return the place of an error, as a clause."""
         unit = self.slots[self.recorder.slot]
         name = type(self.model).__name__ if unit < 0 else self.names[unit]
         text = (str(error) or type(error).__name__).strip().splitlines()[0]
@@ -312,16 +292,15 @@ class _Trace:
             for path, parameter in owned:
                 if path in self.tables.weights:
                     continue
-                tensor = self.of[id(parameter)]
-                slot = reads.get(tensor.untyped_storage()._cdata)
+                slot = reads.get(parameter.untyped_storage()._cdata)
                 # The root's belong to the unit that reads them first.
                 unit = by_name[name] if name else units[self.places[slot] if slot is not None else 0]
-                share = TensorShare.SPLIT if id(tensor) in self.cuts else TensorShare.WHOLE
-                if tensor.requires_grad:
-                    unit.add_parameters(divide(tensor.numel(), share), not name)
+                share = TensorShare.SPLIT if id(parameter) in self.cuts else TensorShare.WHOLE
+                if parameter.requires_grad:
+                    unit.add_parameters(divide(parameter.numel(), share), not name)
                     continue
                 form = self.options.packing if id(parameter) in packed else None
-                unit.add_frozen(frozen_of(tensor, tensor.element_size(), divide(1, share), not name, form))
+                unit.add_frozen(frozen_of(parameter, parameter.element_size(), divide(1, share), not name, form))
 
     def _add_saved(self, units: Sequence[TracedUnit], saved: Sequence[TracedStorage]) -> None:
         everything: dict[int, list[TracedStorage]] = {}
@@ -377,28 +356,11 @@ class _Trace:
                 unit.gradients.append(gradients)
 
 
-class _Around(nn.Module):
-    """Module that runs something while its model has other parameters."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, run: Callable[[], Any]) -> Any:
-        return run()
-
-
 def _sum(stored: Sequence[TracedStorage | TracedProduct]) -> Divided:
     total = NONE
     for entry in stored:
         total = total.plus(entry.divided())
     return total
-
-
-def _meta_input(name: str, value: Any, dtype: torch.dtype | None) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return give(on_meta(value, dtype), invented(value, name) if value.is_meta else value)
 
 
 @contextmanager

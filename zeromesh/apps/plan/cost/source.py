@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zeromesh.apps.plan.choose.space import ModelLimits
 from zeromesh.apps.plan.cost.cost_trace import InputsOf, TracedCost
 from zeromesh.apps.plan.cost.passes import Inputs, TraceOptions
+from zeromesh.base.dry.model_inputs import InputSizes, inputs_of
 from zeromesh.base.files import LARGEST_TEXT, require_regular
 from zeromesh.base.lengths import option, positions
 from zeromesh.checkpoint.weights.hub_models import configured
 
 CONFIG = "config.json"
-# Ends of names of classes whose labels are one for each sample.
-_LABEL_OF_SAMPLE = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
-_POSITIONS = ("start_positions", "end_positions")
 
 
 def hugging_face_cost(
@@ -51,7 +48,7 @@ def hugging_face_cost(
             return adapt(kind(config))
 
     name = str(getattr(config, "name_or_path", "") or kind.__name__)
-    return TracedCost(make, inputs_of(kind, config), options, name=name)
+    return TracedCost(make, inputs_by_size(kind, config), options, name=name)
 
 
 def configuration_of(source: Any) -> Any:
@@ -133,41 +130,11 @@ def class_of(config: Any) -> type[nn.Module]:
     )
 
 
-def inputs_of(kind: type[nn.Module], config: Any) -> InputsOf:
+def inputs_by_size(kind: type[nn.Module], config: Any) -> InputsOf:
     """Return a function that makes the inputs of a class."""
-    accepted = inspect.signature(kind.forward).parameters
-    main = getattr(kind, "main_input_name", "input_ids")
 
     def make(micro_batch: int, sequence: int) -> Inputs:
-        def ids(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.long, device="meta")
-
-        inputs: dict[str, Any] = {main: _main_input(main, config, micro_batch, sequence)}
-        if "labels" in accepted:
-            per_sample = kind.__name__.endswith(_LABEL_OF_SAMPLE)
-            inputs["labels"] = ids(micro_batch) if per_sample else ids(micro_batch, sequence)
-        elif all(name in accepted for name in _POSITIONS):
-            inputs |= {name: ids(micro_batch) for name in _POSITIONS}
-        elif "decoder_input_ids" in accepted:
-            inputs["decoder_input_ids"] = ids(micro_batch, sequence)
-        return inputs
+        sizes = InputSizes(micro_batch, sequence, image=224, frames=2 * (sequence // 2), sound=sequence)
+        return inputs_of(kind, config, sizes)
 
     return make
-
-
-def _main_input(name: str, config: Any, micro_batch: int, sequence: int) -> Tensor:
-    """Return the first input of a model: ids, images or sound."""
-    config = config.get_text_config() if name == "input_ids" else config
-    if name == "input_ids":
-        return torch.empty((micro_batch, sequence), dtype=torch.long, device="meta")
-    if name == "pixel_values":
-        vision = getattr(config, "vision_config", config)
-        size = getattr(vision, "image_size", 224)
-        height, width = size if isinstance(size, tuple | list) else (size, size)
-        return torch.empty((micro_batch, getattr(vision, "num_channels", 3), height, width), device="meta")
-    if name == "input_features":
-        frames = 2 * getattr(config, "max_source_positions", sequence // 2)
-        return torch.empty((micro_batch, getattr(config, "num_mel_bins", 80), frames), device="meta")
-    if name == "input_values":
-        return torch.empty((micro_batch, sequence), device="meta")
-    raise ValueError(f"inputs called {name!r} are not known; pass the module with its inputs to TracedCost")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -23,25 +22,17 @@ class TracedTables:
         self.weights = frozenset(f"{name}.weight" for name in self.modules)
         self._looked: dict[str, list[tuple[int, int]]] = {}  # by table, the slot and the row numbers of each lookup
 
-    @contextmanager
-    def looking(self, weights: Mapping[str, Tensor], slot: Callable[[], int]) -> Iterator[None]:
-        """Let the modules compute from rows of the dtype of their ``weights``; ``slot`` numbers the present unit."""
+    def replace_lookups(self, slot: Callable[[], int]) -> None:
+        """Let the modules compute from rows alone; ``slot`` numbers the present unit."""
         for name, module in self.modules.items():
-            vars(module)["forward"] = partial(self._look, name, weights[f"{name}.weight"].dtype, slot)
-        try:
-            yield
-        finally:
-            for module in self.modules.values():
-                del vars(module)["forward"]
+            vars(module)["forward"] = partial(self._look, name, slot)
 
-    def _look(
-        self, name: str, dtype: torch.dtype, slot: Callable[[], int], input: Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _look(self, name: str, slot: Callable[[], int], input: Tensor, *args: Any, **kwargs: Any) -> Any:
         module = self.modules[name]
         self._looked.setdefault(name, []).append((slot(), input.numel()))
         # As many rows as are looked up at the most; they are a leaf, as in a run.
         count = min(input.numel(), module.num_embeddings)
-        rows = torch.empty(count, module.embedding_dim, dtype=dtype, requires_grad=True)
+        rows = torch.empty(count, module.embedding_dim, dtype=module.weight.dtype, requires_grad=True)
         options = {key: value for key, value in vars(module).items() if not key.startswith("_")}
         plain = {"weight": rows, "padding_idx": None, "max_norm": None, "sparse": False}
         return type(module).forward(SimpleNamespace(**options | plain), torch.empty_like(input), *args, **kwargs)

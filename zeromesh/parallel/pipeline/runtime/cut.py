@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from zeromesh.base.chain import Chain
+from zeromesh.base.dry.model_inputs import ModelInput
 from zeromesh.base.dtypes import dtypes
 from zeromesh.base.precision import Precision
-from zeromesh.parallel.follow.samples import ModelInput
 from zeromesh.parallel.pipeline.runtime.elsewhere import Elsewhere
 from zeromesh.parallel.pipeline.runtime.parameter_uses import ModelTrace, trace
 from zeromesh.parallel.pipeline.schedule.partition import Blocks, Cut

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import arg_tree_leaves, tree_leaves
 
 from zeromesh.base.containers import map_tensors, tensors_of
+from zeromesh.base.dry.dry_run import DryRun, OperatorListener, tensors_in
+from zeromesh.base.dry.model_copy import dry, dtype_of, imitated
+from zeromesh.base.dry.model_inputs import LENGTH, LONGEST, ModelInput, samples_of
 from zeromesh.base.lengths import positions
 from zeromesh.base.operation_counts import FORMULAS
-from zeromesh.parallel.follow.imitation import WithoutMemory, dry, dtype_of, imitated
-from zeromesh.parallel.follow.samples import LENGTH, LONGEST, ModelInput, samples_of
 from zeromesh.parallel.pipeline.runtime.stage import _Gate
 
 MORE = 4  # limit of operators of a long text's trace, in multiples of those of a short one
@@ -79,38 +79,39 @@ def _attempt(
 def _trace(model: nn.Module, blocks: Sequence[str], sample: ModelInput, guess: bool, limit: float) -> ModelTrace:
     copied, copies = imitated(model)
     names = {id(parameter): name for name, p in model.named_parameters() for parameter in (p, copies[id(p)])}
-    run = _Tracing(names, len(blocks), guess, limit)
+    uses = _Uses(names)
+    run = DryRun(uses, guess, limit)
     for index, name in enumerate(blocks):
         parent, _, child = name.rpartition(".")
         block = copied.get_submodule(name)
-        copied.get_submodule(parent)._modules[child] = _Gate(block, index, run)  # type: ignore[arg-type]
+        copied.get_submodule(parent)._modules[child] = _Gate(block, index, uses)  # type: ignore[arg-type]
         for buffer_name, buffer in block.named_buffers():
             owner, _, key = buffer_name.rpartition(".")
             # Buffers that are state go with the block; others every stage has, as it has masks.
             if key not in block.get_submodule(owner)._non_persistent_buffers_set:
-                run.states.add(id(buffer))
+                uses.states.add(id(buffer))
     try:
         with torch.no_grad():
             sample.run_dry(copied, dtype_of(model), run)
     except Exception as error:
-        vars(error)["guessed"] = run.guessed
+        vars(error)["guessed"] = run.values.guessed
         raise
-    uses = {name: frozenset(sections) for name, sections in run.uses.items()}
-    return ModelTrace(tuple(run.calls), uses, tuple(run.operations), frozenset(run.crossings), run.operators)
+    sections_of = {name: frozenset(sections) for name, sections in uses.sections_of.items()}
+    return ModelTrace(tuple(uses.calls), sections_of, tuple(uses.operations), frozenset(uses.crossings), run.operators)
 
 
-class _Tracing(WithoutMemory):
+class _Uses(OperatorListener):
     """Record of what each operator reads and makes. Gates of blocks call it as they call a ``_Run``."""
 
-    def __init__(self, names: Mapping[int, str], blocks: int, guess: bool, limit: float) -> None:
-        super().__init__(guess, limit)
+    def __init__(self, names: Mapping[int, str]) -> None:
         self._names = names
         self.states: set[int] = set()
         self.calls: list[int] = []
-        self.uses: dict[str, set[int]] = defaultdict(set)
+        self.sections_of: dict[str, set[int]] = defaultdict(set)
         self.operations = [0.0]
         self.crossings: set[tuple[int, int]] = set()
         self._inside = False
+        self._depends = False  # whether the present operator reads what depends on parameters
         self._arguments: frozenset[int] = frozenset()
         self._handed: set[int] = set()
         # The sections in which tensors were made that depend on parameters. The tensors are kept with their views, as
@@ -129,7 +130,7 @@ class _Tracing(WithoutMemory):
         arguments = tensors_of((args, kwargs))
         for tensor in arguments:  # an argument is handed on from stage to stage: only the first block uses it
             if id(tensor) in self._names and id(tensor) not in self._handed:
-                self.uses[self._names[id(tensor)]].add(self._section)
+                self.sections_of[self._names[id(tensor)]].add(self._section)
                 self._handed.add(id(tensor))
         self.calls.append(index)
         self.operations.append(0.0)
@@ -141,18 +142,18 @@ class _Tracing(WithoutMemory):
         finally:
             self._inside, self._arguments = False, frozenset()
 
-    def run_operator(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Note an operator, and what it makes."""
-        operator = func._overloadpacket
-        read = [x for x in arg_tree_leaves(*args, **kwargs) if isinstance(x, Tensor)]
-        depends = [self._read(x) for x in read] if operator not in _OF_SHAPES else []
-        result = self.compute(func, args, kwargs)
-        if formula := FORMULAS.get(operator):
+    def on_read(self, func: Any, tensors: Sequence[Tensor]) -> None:
+        """Note what an operator reads."""
+        self._depends = func._overloadpacket not in _OF_SHAPES and any([self._reads(x) for x in tensors])
+
+    def on_operator(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Note what an operator makes."""
+        if formula := FORMULAS.get(func._overloadpacket):
             self.operations[self._section] += int(formula(*args, **kwargs, out_val=result))
-        results = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        results = list(tensors_in((result,)))
         for tensor in results:
             self._views[_storage(tensor)].append(tensor)
-        if self._inside or any(depends):
+        if self._inside or self._depends:
             if func._schema.is_mutable:
                 # A write also reaches the views that were taken of the tensor before.
                 named = zip(func._schema.arguments, args, strict=False)
@@ -160,13 +161,12 @@ class _Tracing(WithoutMemory):
                 results += [view for x in written for view in (x, *self._views[_storage(x)])]
             for tensor in results:
                 self._made[id(tensor)] = self._section
-        return result
 
-    def _read(self, tensor: Tensor) -> bool:
+    def _reads(self, tensor: Tensor) -> bool:
         """Note that a tensor is read; return whether it depends on parameters."""
         if id(tensor) in self._names:
             if id(tensor) not in self._arguments:
-                self.uses[self._names[id(tensor)]].add(self._section)
+                self.sections_of[self._names[id(tensor)]].add(self._section)
             return True
         section = self._made.get(id(tensor))
         if section is not None and section < self._section and id(tensor) not in self._arguments:

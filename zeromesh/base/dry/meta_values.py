@@ -1,19 +1,23 @@
 """Values of small meta tensors: ids, positions and masks, on which a model's forward may branch.
 
 Beside such a tensor lies a real one, and what is done to the first is done to the second. Activations have no values.
-Where a model chooses experts by them, the choice is made up: each expert gets as many tokens as the others.
+Where a model chooses experts by them, the choice is made up: each expert gets as many tokens as the others. Where code
+asks for another value, a run may have a guess, which stands for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+
+META = torch.device("meta")
 
 MOST = 1 << 20  # elements of an integer tensor that has values
 MOST_FLOATS = 1 << 14  # of one of floating-point numbers, such as angles of positions
@@ -26,9 +30,16 @@ _aten = torch.ops.aten
 # Choices by activations, and the position of the indices among the results.
 _CHOICES = {_aten.topk: 1, _aten.argmax: 0, _aten.sort: 1, _aten.argsort: 0, _aten.max: 1, _aten.multinomial: 0}
 _RANDOM = ("rand", "bernoulli", "multinomial", "normal", "dropout", "uniform", "exponential", "empty")
-# Their results have shapes that depend on values.
-_SHAPED = (_aten.nonzero, _aten.masked_select, _aten._unique2, _aten.unique_dim, _aten.unique_consecutive,
-           _aten.bincount)  # fmt: skip
+# Their results, or the shapes of these, depend on values.
+_OF_VALUES = (
+    _aten._local_scalar_dense,
+    _aten.nonzero,
+    _aten.masked_select,
+    _aten._unique2,
+    _aten.unique_dim,
+    _aten.unique_consecutive,
+    _aten.bincount,
+)
 _INDEXED = (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_, _aten._unsafe_index)
 
 
@@ -38,6 +49,22 @@ def value_of(tensor: Any) -> Tensor | None:
         return None
     values: Tensor | None = tensor.__dict__.get(_NAME) if tensor.is_meta else tensor.detach()
     return values
+
+
+def on_meta(tensor: Tensor, dtype: torch.dtype | None = None, valued: bool = False) -> Tensor:
+    """Return a tensor without memory, in another dtype if it has fractions; ``valued``: with values."""
+    dtype = dtype if tensor.is_floating_point() else None
+    meta_tensor = torch.empty_like(tensor, device=META, dtype=dtype, requires_grad=tensor.requires_grad)
+    return give(meta_tensor, copied_value(tensor)) if valued else meta_tensor
+
+
+_valued = partial(on_meta, valued=True)
+
+
+def copied_value(tensor: Tensor) -> Tensor | None:
+    """Return a copy of a tensor's values, as code may write to it; None if it has none, or too many."""
+    value = value_of(tensor) if _is_small(tensor) else None
+    return None if value is None else value.to("cpu", copy=True)
 
 
 def give(tensor: Tensor, value: Tensor | None) -> Tensor:
@@ -81,24 +108,30 @@ def literals() -> Iterator[None]:
 
 
 class KnownValues:
-    """Values of the tensors of one trace."""
+    """Values of the tensors of one run; ``guess`` stands for those that are not known, unless it is None.
 
-    def __init__(self) -> None:
-        self.balanced = False  # whether a choice was made up
+    Attributes:
+        balanced: True once a choice was made up.
+        guessed: True once the guess was taken.
+    """
+
+    def __init__(self, guess: bool | None = None) -> None:
+        self._guess = guess
+        self.balanced = self.guessed = False
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, Any, tuple[Any, ...]]:
         """Return whether an operator is done, its result, and the arguments for torch if it is not."""
         packet = func._overloadpacket
-        if packet is _aten._local_scalar_dense and (value := value_of(args[0])) is not None:
-            return True, value.item(), args
-        to_cpu = packet is _aten._to_copy and torch.device(kwargs.get("device") or "meta").type == "cpu"
+        to_cpu = packet is _aten._to_copy and torch.device(kwargs.get("device") or META).type == "cpu"
         if to_cpu and (value := value_of(args[0])) is not None:
             return True, func(value, **kwargs), args
-        if packet in _SHAPED and (values := _all(args)) is not None:
-            real = func(*values, **_on_cpu(kwargs))
-            return True, tree_map_only(Tensor, _as_meta, real), args
+        if packet in _OF_VALUES and (values := _all(args)) is not None:
+            return True, tree_map_only(Tensor, _valued, func(*values, **_on_cpu(kwargs))), args
+        if packet in _GUESSES and self._guess is not None and args[0].is_meta:
+            self.guessed = True
+            return True, _GUESSES[packet](args[0], self._guess), args
         if packet in _INDEXED:
-            return False, None, (args[0], _positions(args[1]), *args[2:])
+            return False, None, (args[0], self._positions(args[1]), *args[2:])
         return False, None, args
 
     def after(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -127,6 +160,23 @@ class KnownValues:
             if isinstance(tensor, Tensor) and isinstance(value, Tensor):
                 give(tensor, value)
 
+    def _positions(self, indices: Any) -> list[Any]:
+        """Return indices with masks as positions, which have a shape; the guess for an unknown mask is one."""
+        positions: list[Any] = []
+        for index in indices:
+            value = value_of(index)
+            is_mask = isinstance(index, Tensor) and index.dtype is torch.bool
+            if value is None and index is not None and index.numel() <= LISTED and not is_mask:
+                # A list of numbers, which no operator has made. Any others choose as many entries.
+                give(index, torch.zeros(index.shape, dtype=index.dtype, device="cpu"))
+            if value is not None and value.dtype is torch.bool:
+                positions += [_valued(position) for position in value.nonzero(as_tuple=True)]
+            elif is_mask and self._guess is not None:
+                positions += [index.new_empty(1, dtype=torch.long)] * index.ndim
+            else:
+                positions.append(index)
+        return positions
+
 
 def _all(values: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Return arguments with values in place of tensors; None if one has none."""
@@ -148,20 +198,13 @@ def _on_cpu(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {key: torch.device("cpu") if key == "device" else value for key, value in kwargs.items()}
 
 
-def _as_meta(value: Tensor) -> Tensor:
-    return give(torch.empty_like(value, device="meta"), value)
+def _number(tensor: Tensor, guess: bool) -> bool | int | float:
+    return guess if tensor.dtype is torch.bool else float(guess) if tensor.is_floating_point() else int(guess)
 
 
-def _positions(indices: Any) -> list[Any]:
-    """Return indices with masks whose values are known as positions, which have a shape."""
-    positions: list[Any] = []
-    for index in indices:
-        value = value_of(index)
-        if value is None and isinstance(index, Tensor) and index.numel() <= LISTED and not index.is_floating_point():
-            # A list of numbers, which no operator has made. Any others choose as many entries.
-            give(index, torch.zeros(index.shape, dtype=index.dtype, device="cpu"))
-        if value is None or value.dtype != torch.bool:
-            positions.append(index)
-        else:
-            positions += [_as_meta(position) for position in value.nonzero(as_tuple=True)]
-    return positions
+# What a guess makes of the results of operators that lack values.
+_GUESSES: dict[Any, Callable[[Tensor, bool], Any]] = {
+    _aten._local_scalar_dense: _number,
+    _aten.nonzero: lambda tensor, guess: tensor.new_empty((1, tensor.ndim), dtype=torch.long),
+    _aten.equal: lambda tensor, guess: guess,
+}

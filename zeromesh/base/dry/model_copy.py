@@ -1,4 +1,4 @@
-"""Runs of a model's forward on tensors without memory, in a copy, so that nothing of them is left in the model."""
+"""Copies of models on tensors without memory, and runs of them of which nothing is left in the models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import random
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import _lru_cache_wrapper
 from types import MethodType, ModuleType
@@ -18,14 +18,12 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import arg_tree_leaves
 
 from zeromesh.base.containers import map_tensors
+from zeromesh.base.dry.meta_values import META, copied_value, give
 from zeromesh.base.substitution import KINDS, user_hooks
 from zeromesh.base.worker import Worker
 
-META = torch.device("meta")
 TORCH, OURS = (os.path.dirname(str(sys.modules[name].__file__)) + os.sep for name in ("torch", "zeromesh"))  # folders
 
 
@@ -49,95 +47,9 @@ def seed_all() -> None:
     torch.default_generator.manual_seed(0)  # torch.manual_seed changes those of devices, too
 
 
-class WithoutMemory(TorchDispatchMode):
-    """Context in which operators compute shapes and dtypes only, on the meta device; heirs note what they see.
-
-    Attributes:
-        guessed: True once a value was asked for, which such tensors lack.
-        operators: number of operators called; one above ``limit`` raises RuntimeError.
-    """
-
-    def __init__(self, guess: bool, limit: float = float("inf")) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._guess, self._limit = guess, limit
-        self.guessed, self.operators = False, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute an operator; torch calls it for every one."""
-        self.operators += 1
-        if self.operators > self._limit:
-            raise RuntimeError(f"it takes more than {self._limit} operators")
-        return self.run_operator(func, args, kwargs or {})
-
-    def run_operator(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Note an operator, and compute it."""
-        for x in arg_tree_leaves(*args, **kwargs):
-            if isinstance(x, Tensor):
-                self.reads(x)
-        return self.compute(func, args, kwargs)
-
-    def reads(self, x: Tensor) -> None:
-        """Note that an operator reads a tensor."""
-
-    def compute(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of an operator; a value that it reads is the guess."""
-        operator = func._overloadpacket
-        read = [x for x in arg_tree_leaves(*args, **kwargs) if isinstance(x, Tensor)]
-        # All is on the meta device, but for numbers, whose values may be asked for.
-        if not all(x.is_meta or x.ndim == 0 for x in read):
-            args, kwargs = map_tensors((args, dict(kwargs)), lambda x: x if x.ndim == 0 else x.to(META))
-        if "device" in kwargs or (not read and any(argument.name == "device" for argument in func._schema.arguments)):
-            kwargs = {**kwargs, "device": META}
-        if operator in _OF_VALUES and args[0].is_meta:
-            self.guessed = True
-            return _OF_VALUES[operator](args[0], self._guess)
-        if operator in _BY_INDEX and any(index is not None and index.dtype is torch.bool for index in args[1]):
-            args = args[0], _few(args[1]), *args[2:]
-        if operator is torch.ops.aten._grouped_mm:  # of which torch knows the shape for some dtypes only
-            return _grouped_product(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-def _grouped_product(a: Tensor, b: Tensor, offsets: Tensor | None = None, *rest: Any, **more: Any) -> Tensor:
-    if a.ndim == b.ndim == 2:
-        assert offsets is not None
-        return a.new_empty((len(offsets), a.shape[0], b.shape[1]))
-    return a.new_empty((*a.shape[int(b.ndim == 2 and a.ndim == 3) : -1], b.shape[-1]))
-
-
-_BY_INDEX = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_}
-
-
-def _few(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return indices in which masks pick one entry: how many they do is not known."""
-    new_indices: list[Tensor | None] = []
-    for index in indices:
-        is_mask = index is not None and index.dtype is torch.bool
-        new_indices += [index.new_empty(1, dtype=torch.long)] * index.ndim if is_mask and index is not None else [index]
-    return new_indices
-
-
-def _number(tensor: Tensor, guess: bool) -> bool | int | float:
-    return guess if tensor.dtype is torch.bool else float(guess) if tensor.is_floating_point() else int(guess)
-
-
-# Operators that need values, which tensors without memory lack -> a stand-in for their result.
-_OF_VALUES: dict[Any, Callable[[Tensor, bool], Any]] = {
-    torch.ops.aten._local_scalar_dense: _number,
-    torch.ops.aten.nonzero: lambda tensor, guess: tensor.new_empty((1, tensor.ndim), dtype=torch.long),
-    torch.ops.aten.equal: lambda tensor, guess: guess,
-}
-
-
 def dtype_of(model: nn.Module) -> torch.dtype:
     """Return the dtype of a model's first parameter with fractions."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-
-
-def on_meta(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return a tensor without memory, in another dtype if there is one and it has fractions."""
-    dtype = dtype if tensor.is_floating_point() else None
-    return torch.empty_like(tensor, device=META, dtype=dtype, requires_grad=tensor.requires_grad)
 
 
 @contextmanager
@@ -148,25 +60,36 @@ def dry(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def imitated(model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
-    """Return a copy whose tensors have no memory, and its tensors by the ``id`` of the model's own."""
+def imitated(
+    model: nn.Module, dtype: torch.dtype | None = None, hooked: bool = False
+) -> tuple[nn.Module, dict[int, Any]]:
+    """Return a copy whose tensors have no memory, and its tensors by the ``id`` of the model's own.
+
+    Args:
+        model: any module.
+        dtype: of parameters with fractions; None leaves theirs.
+        hooked: keep all hooks. They may do anything outside of the model, so that usually only those of torch stay
+            that make weights of parameters.
+    """
     copies: dict[int, Any] = {}
 
     def imitate(tensor: Tensor) -> Tensor:
         if id(tensor) not in copies:
-            meta_tensor = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
             is_parameter = isinstance(tensor, nn.Parameter)
-            copies[id(tensor)] = nn.Parameter(meta_tensor, tensor.requires_grad) if is_parameter else meta_tensor
+            kind = dtype if dtype is not None and is_parameter and tensor.is_floating_point() else tensor.dtype
+            copied = torch.empty_strided(tensor.size(), tensor.stride(), dtype=kind, device=META)
+            value = None if is_parameter else copied_value(tensor)
+            copies[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if is_parameter else give(copied, value)
         return tensor
 
     for module in model.modules():
         for name, value in vars(module).items():
             if name in HOOKS:
-                # Hooks may do anything outside of the model; only those of torch that make weights of parameters stay.
                 copies[id(value)] = type(value)(
                     (key, hook)
                     for key, hook in value.items()
-                    if name in ("_forward_hooks", "_forward_pre_hooks") and type(hook).__module__.startswith("torch.")
+                    if hooked
+                    or (name in ("_forward_hooks", "_forward_pre_hooks") and type(hook).__module__.startswith("torch."))
                 )
             elif name != "_modules":
                 map_tensors(value, imitate)

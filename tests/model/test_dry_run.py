@@ -1,0 +1,141 @@
+"""Runs of models without memory: values, guesses, limits, recorders, and what they leave in the user's model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zeromesh.apps.plan.cost.cost_trace import TracedCost
+from zeromesh.base.dry.dry_run import DryRun, OperatorListener
+from zeromesh.base.dry.meta_values import META, on_meta, value_of
+from zeromesh.base.dry.model_copy import dry, imitated
+from zeromesh.base.dry.model_inputs import InputSizes, inputs_of, samples_of
+
+
+class Names(OperatorListener):
+    """Names of the operators, before and after they are computed."""
+
+    def __init__(self) -> None:
+        self.read: list[str] = []
+        self.computed: list[str] = []
+
+    def on_read(self, func: Any, tensors: Sequence[Tensor]) -> None:
+        self.read.append(func._overloadpacket.__name__)
+
+    def on_operator(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        self.computed.append(func._overloadpacket.__name__)
+
+
+class Counting(nn.Module):
+    """Writes to buffers, to itself and to a list of its class."""
+
+    calls: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("steps", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps.add_(1)
+        self.calls.append(len(self.calls))
+        self.last = x
+        return self.norm(self.layer(x)).sum()
+
+
+def test_a_plan_leaves_buffers_and_attributes_of_the_model_alone() -> None:
+    model, x = Counting().eval(), torch.randn(4, 4)
+    assert TracedCost(model, {"x": x}).at(2, 1).exact
+    assert model.steps.tolist() == [0.0] * 3
+    assert int(model.norm.num_batches_tracked) == 0
+    assert "last" not in vars(model)
+    assert Counting.calls == []
+    assert not model.training
+
+
+def test_a_loss_that_reads_the_parameters_of_the_model_leaves_them_alone() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    cost = TracedCost(model, {"input": torch.randn(4, 4)}, loss=lambda output: output.sum() + model[0].weight.sum())
+    assert cost.at(2, 1).exact
+    assert all(parameter.grad is None and not parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("guess", [None, False, True])
+def test_known_values_are_used_and_others_are_the_guess(guess: bool | None) -> None:
+    numbers, activation = on_meta(torch.tensor([3, 0, 5]), valued=True), torch.empty(3, device=META)
+    run = DryRun(OperatorListener(), guess)
+    with run:
+        assert (numbers + 1).max().item() == 6
+        assert numbers.nonzero().shape == (2, 1)
+        assert activation[numbers > 0].shape == (2,)
+        assert not run.values.guessed
+        if guess is None:
+            with pytest.raises(RuntimeError):
+                activation.sum().item()
+        else:
+            assert activation.sum().item() == float(guess)
+            assert activation[activation > 0].shape == (1,)
+    assert run.values.guessed is (guess is not None)
+
+
+def test_a_value_is_a_copy() -> None:
+    numbers = torch.tensor([1, 2])
+    meta_numbers = on_meta(numbers, valued=True)
+    with DryRun(OperatorListener()):
+        meta_numbers.add_(1)
+    value = value_of(meta_numbers)
+    assert value is not None
+    assert value.tolist() == [2, 3]
+    assert numbers.tolist() == [1, 2]
+
+
+def test_results_that_are_made_again_are_as_those_of_torch() -> None:
+    layer, names = nn.Linear(4, 6, device=META), Names()
+    x = torch.empty(5, 4, device=META)
+    with DryRun(names):
+        results = [layer(x).t().softmax(-1) for _ in range(2)]
+    assert results[0] is not results[1]
+    assert results[0].stride() == results[1].stride() == layer(x).t().softmax(-1).stride()
+    assert names.read == names.computed
+    assert names.computed.count("addmm") == 2
+
+
+def test_more_operators_than_the_limit_are_refused() -> None:
+    x = torch.empty(2, device=META)
+    run = DryRun(OperatorListener(), False, 3)
+    with run:
+        for _ in range(3):
+            x = x + 1
+    with pytest.raises(RuntimeError, match="more than 3 operators"), run:
+        torch.add(x, 1)
+
+
+def test_a_copy_has_the_values_of_small_buffers_and_the_dtype_asked_for() -> None:
+    model = Counting()
+    model.steps += 2
+    with dry(model):
+        copied, copies = imitated(model, torch.bfloat16)
+    assert {p.dtype for p in copied.parameters()} == {torch.bfloat16}
+    assert all(tensor.is_meta for tensor in copied.state_dict().values())
+    value = value_of(copies[id(model.steps)])
+    assert value is not None
+    assert value.tolist() == [2.0] * 3
+
+
+def test_inputs_follow_the_class_and_the_configuration() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = InputSizes(samples=3, length=7)
+    config = transformers.ViTConfig(image_size=32, num_channels=1)
+    inputs = inputs_of(transformers.ViTForImageClassification, config, sizes)
+    assert {name: tuple(x.shape) for name, x in inputs.items()} == {"pixel_values": (3, 1, 32, 32), "labels": (3,)}
+    inputs = inputs_of(transformers.BertForQuestionAnswering, transformers.BertConfig(), sizes)
+    assert {name: tuple(x.shape) for name, x in inputs.items()} == {
+        "input_ids": (3, 7),
+        "start_positions": (3,),
+        "end_positions": (3,),
+    }
+    assert list(samples_of(Counting())) == []

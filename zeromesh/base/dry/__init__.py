@@ -1,0 +1,1 @@
+"""Runs of models without memory, on the meta device."""
