@@ -56,9 +56,13 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
 
     Raises:
         ConfigError: the mesh or the batch does not fit the number of ranks.
-        ValueError: the pipeline's schedule is not for these sizes, or its measured costs cannot be read.
+        ValueError: the pipeline's schedule is not for these sizes, its measured costs cannot be read, or the mesh has
+            an axis whose costs are not known.
     """
     sizes = settings.resolve_mesh(world_size)
+    for axis in sizes.keys() - set(PLANNED):
+        if sizes[axis] > 1:
+            raise ValueError(f"mesh.{axis} is {sizes[axis]}, and the planner does not know what it costs; set it to 1")
     resolved = settings.resolve(data_size(sizes), sizes)
     precision = precision_of(settings)
     # Norms and biases, which are few, still travel in 16 bits, and the head mostly computes in them.
