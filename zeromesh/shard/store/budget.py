@@ -38,11 +38,11 @@ class MemoryBudget:
     def of(
         cls,
         flats: Sequence[Flat],
+        tables: Sequence[Flat],
         row: PlacementRow,
         mixed: bool,
         gradient: int,
         early: Sequence[Flat] = (),
-        tables: Sequence[Flat] = (),
     ) -> MemoryBudget:
         """Return the budget of flat buffers that are laid out, and of tables in memory, which are in no blocks."""
         blocks, parameter, master, per_state = {}, 0, 0, 0
