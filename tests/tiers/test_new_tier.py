@@ -52,6 +52,15 @@ def train(device):
     parameter = next(iter(engine.module.parameters()))
     values = [zero.safe_get_full_fp32_param(parameter), zero.safe_get_full_optimizer_state(parameter, "exp_avg")]
     engine.save_checkpoint({folder!r} + "/" + device)
+    flat = engine.sharded.flats[0]
+    flat.load_shard()
+    shard = flat.shard.clone()
+    for read in (False, True):  # an update that fails before it writes leaves what there was
+        engine.sharded.rest()
+        if engine.sharded.stored is not None:
+            engine.sharded.stored.read_ahead([])
+        flat.load_shard(read=read)
+    assert torch.equal(flat.shard, shard)
     report = engine.memory_report()
     engine.destroy()
     return losses, [*values, *engine.module.buffers()], report

@@ -6,7 +6,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 
+import zeromesh
 from harness import on_ranks
 from test_swap import STATE, assert_equal, last_of_life
 from test_tiers import HOST, start, update
@@ -204,3 +206,29 @@ def test_settings_that_cannot_be_split_are_refused(offload: dict[str, Any], more
         start({"stage": 3, "offload_optimizer": {**HOST, **offload}, "offload_param": HOST}, **more)
     with pytest.raises(ValueError, match="set bf16.enabled and offload_param.device"):
         start({"stage": 3, "offload_optimizer": {**HOST, **SPLIT}})
+
+
+@on_ranks(1)
+def test_rows_of_tables_are_in_no_blocks() -> None:
+    found = []
+    for device in ("none", "cpu"):
+        torch.manual_seed(0)
+        table = nn.Embedding(11, 8, sparse=True)
+        model = nn.Sequential(table, nn.Linear(8, 1)).bfloat16()
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+            "bf16": {"enabled": True},
+            "zero_optimization": {
+                "stage": 3, "offload_optimizer": {"device": "cpu", **SPLIT}, "offload_param": {"device": "cpu"}
+            },
+            "embedding_tables": {"device": device},
+        }  # fmt: skip
+        engine = zeromesh.initialize(model=model, config=config)[0]
+        assert not any(flat in engine.sharded.swap for flat in engine.sharded.tables.flats)
+        for _ in range(2):
+            engine.backward(engine(torch.tensor([1, 3, 3, 7])).square().sum())
+            engine.step()
+        found.append(zero.safe_get_full_fp32_param(table.weight))
+        engine.destroy()
+    assert torch.equal(*found)

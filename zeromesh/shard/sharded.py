@@ -93,7 +93,7 @@ class ShardedModel:
         self.reducer = Reducer(gradients, policy, mesh, self.accumulation.steps > 1, self.link, self.tables)
         early = [flat for flat in of_units if can_begin_early(flat, mesh)]
         in_memory = [flat for flat in self.tables.flats if not flat.parameter_tier.in_blocks]
-        budget = MemoryBudget.of([*of_units, *in_memory], row, mixed, self.reducer.memory.shard_bytes[Tier.HOST], early)
+        budget = MemoryBudget.of(of_units, in_memory, row, mixed, self.reducer.memory.shard_bytes[Tier.HOST], early)
         self.store = Tiers() if prepare is None else prepare(budget)
         self.swap, self.stored = self.store.swap, self.store.stored
         assert self.swap is not None or not budget.blocks, "states without a place for them"

@@ -36,12 +36,18 @@ class MemoryBudget:
 
     @classmethod
     def of(
-        cls, flats: Sequence[Flat], row: PlacementRow, mixed: bool, gradient: int, early: Sequence[Flat] = ()
+        cls,
+        flats: Sequence[Flat],
+        tables: Sequence[Flat],
+        row: PlacementRow,
+        mixed: bool,
+        gradient: int,
+        early: Sequence[Flat] = (),
     ) -> MemoryBudget:
-        """Return the budget of flat buffers that are laid out."""
+        """Return the budget of flat buffers that are laid out, and of tables in memory, which are in no blocks."""
         blocks, parameter, master, per_state = {}, 0, 0, 0
         form = StateForm(split=row.split)
-        for flat in flats:
+        for flat in (*flats, *tables):
             layout, elements = flat.layout, flat.own.stop - flat.own.start
             dtype = flat.master_dtype(mixed)
             # The tiers of a table are its own, whatever those of the row.
@@ -49,7 +55,8 @@ class MemoryBudget:
                 parameter += layout.shard_size * layout.dtype.itemsize
             if not layout.trainable:
                 continue
-            if flat.optimizer_tier.in_blocks or (flat.optimizer_tier is Tier.HOST and form.of(flat, dtype).split):
+            is_split = flat not in tables and form.of(flat, dtype).split  # rows of tables are changed in place
+            if flat.optimizer_tier.in_blocks or (flat.optimizer_tier is Tier.HOST and is_split):
                 blocks[flat] = dtype
             elif flat.optimizer_tier is Tier.HOST:
                 master += elements * dtype.itemsize if flat.apart or dtype != layout.dtype else 0

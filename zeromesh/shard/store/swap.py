@@ -130,8 +130,9 @@ class Stored:
                 self._failure = error
                 raise
             self._here, self._known = flat, read
-            shard = (memory if read else memory.zero_())[: flat.layout.shard_bytes].view(flat.layout.dtype)
-            _bind(flat, shard)
+            if not read and (write or not self.blocks.in_memory):  # what rests in memory stays until it is written
+                memory.zero_()
+            _bind(flat, memory[: flat.layout.shard_bytes].view(flat.layout.dtype))
         self._known, self._dirty = self._known or write, self._dirty or write
 
     def read_ahead(self, units: Iterable[Unit]) -> None:

@@ -180,9 +180,8 @@ class Table:
         self._plane = plane_on(tier, (self.per_rank, self.width), self.flat.master_dtype(mixed), device, folder)
 
     def place(
-        self, materialise: Callable[[str, nn.Parameter], Source | None] | None, hot: int | None,
-        store: Tiers,
-    ) -> None:  # fmt: skip
+        self, materialise: Callable[[str, nn.Parameter], Source | None] | None, hot: int | None, store: Tiers
+    ) -> None:
         """Take this rank's rows of the parameter into memory; the parameter keeps its shape only."""
         flat, segment, plane = self.flat, self.flat.layout.segments[0], self._plane
         weight = flat.parameters[0]
