@@ -11,6 +11,9 @@ from commands import call
 from zeromesh import Settings
 from zeromesh.apps.cli.main import WRONG_INPUT
 from zeromesh.config.adopt import adopt, warn_of
+from zeromesh.apps.cli.main import WRONG_INPUT, app
+from zeromesh.apps.train.train_settings import TrainSettings
+from zeromesh.config.adopt import adopt, fixed, warn_of
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.optimizer_names import EXACT_OPTIMIZERS
 from zeromesh.config.settings import entries
@@ -100,6 +103,21 @@ def test_what_deepspeed_ignores_or_only_it_has_is_replaced_with_a_reason(given, 
         assert part in str(change)
     Settings.load(document)
     assert adopt(document) == (document, [])
+
+
+def test_sections_of_an_application_are_read_by_its_settings_and_left_by_those_of_the_engine() -> None:
+    given = {"run": {"steps": 2, "step": 3, "output": "runs"}}
+    document, (change,) = fixed(given, TrainSettings)
+    assert document == {"run": {"steps": 2, "output": "runs"}}
+    assert "run.step: was 3, is left out" in str(change)
+    assert "did you mean run.steps?" in str(change)
+    assert fixed(given) == (given, [])
+    Settings.load(given)
+
+
+def test_a_misspelt_section_of_an_application_is_named_by_the_settings_of_the_engine() -> None:
+    with pytest.raises(ValueError, match="hugingface is not a known key; did you mean huggingface"):
+        Settings.load({"hugingface": {}})
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from math import inf, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zeromesh.base.words import show
-from zeromesh.config.catalogue import suggest
+from zeromesh.config.catalogue import Entry, suggest
 from zeromesh.config.document import SCHEMA, is_unset, read_object, whole_document
 from zeromesh.config.optimizer_names import EXACT_OPTIMIZERS
-from zeromesh.config.settings import entries
+from zeromesh.config.settings import Settings, entries
 from zeromesh.config.special_keys import (
-    APPLICATIONS,
     EXACT,
     GONE,
     RENAMED,
@@ -52,23 +52,28 @@ class Change(NamedTuple):
         return f"{self.path}: was {show(self.was)}, is {self.now or 'left out'}: {self.why}"
 
 
-def adopt(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], list[Change]]:
+def adopt(
+    source: str | Path | Mapping[str, Any], settings: type[Settings] = Settings
+) -> tuple[dict[str, Any], list[Change]]:
     """Return a configuration without what only DeepSpeed takes, "auto" still in it, and the changes.
 
-    What the result cannot express is left for the strict reader to refuse, so ``Settings.load`` may still raise. A
-    document that loads strictly is not changed, nor are sections of ``zeromesh train``, which DeepSpeed does not read.
+    What the result cannot express is left for the strict reader, ``settings.load``, to refuse. A document that loads
+    strictly is not changed, nor are sections that ``settings`` leave to an application.
 
     Raises:
         ConfigError: as ``document.read_document``.
     """
     document = whole_document(source)
     _take_copies_back(document)  # no change of what the user wrote
+    keys = entries(settings)
     # Unknown keys are known only after all others have their place.
-    steps = (_dotted, _switches, _optimizer, _idle, _unknown)
+    steps = (_dotted, partial(_switches, keys), _optimizer, _idle, partial(_unknown, keys))
     return document, [change for step in steps for change in step(document)]
 
 
-def fixed(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], list[Change]]:
+def fixed(
+    source: str | Path | Mapping[str, Any], settings: type[Settings] = Settings
+) -> tuple[dict[str, Any], list[Change]]:
     """Return the same with the other names of keys among the changes, for a file that is to be written anew."""
     original = read_object(Path(source)) if isinstance(source, str | Path) else source
     names = [
@@ -76,7 +81,7 @@ def fixed(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], list[
         for old, new in RENAMED.items()
         if look_up(original, old)[0]
     ]
-    document, changes = adopt(source)
+    document, changes = adopt(source, settings)
     return document, names + changes
 
 
@@ -130,11 +135,11 @@ def _take_copies_back(document: dict[str, Any]) -> None:
         _drop(document, path, "mesh has the sizes")
 
 
-def _switches(document: dict[str, Any]) -> Iterator[Change]:
+def _switches(keys: dict[str, Entry], document: dict[str, Any]) -> Iterator[Change]:
     """Read 0, 1, "true" and "false" of keys that are true or false."""
-    for path, value, section in _keys(document):
+    for path, value, section in _keys(document, keys):
         name = path.rpartition(".")[2]
-        if path in entries() and entries()[path].rule == "true or false" and type(value) in (int, str):
+        if path in keys and keys[path].rule == "true or false" and type(value) in (int, str):
             new = _WORDS.get(value.lower()) if isinstance(value, str) else bool(value) if value in (0, 1) else None
             if new is not None:
                 section[name] = new
@@ -212,14 +217,13 @@ _IDLE: tuple[tuple[str, _Test, str], ...] = (
 """Keys, the values with which a run does not need them, and why."""
 
 
-def _unknown(document: dict[str, Any]) -> Iterator[Change]:
+def _unknown(keys: dict[str, Entry], document: dict[str, Any]) -> Iterator[Change]:
     """Leave out unknown keys, outside of ``zero_optimization``: DeepSpeed refuses them in this section alone."""
-    for path, value, _ in _keys(document):
+    for path, value, _ in _keys(document, keys):
         # A key that is refused is not unknown, and what is "auto" is read as if it were not there.
-        accepted = path in entries() or path in GONE or path in (SCHEMA, *APPLICATIONS)
-        if accepted or sections_of(path) & UNREAD or is_unset(value):
+        if path in keys or path in GONE or path == SCHEMA or sections_of(path) & UNREAD or is_unset(value):
             continue
-        near = suggest(entries(), path)
+        near = suggest(keys, path)
         if not path.startswith(f"{_ZERO}."):
             hint = f"; did you mean {near}?" if near else ""
             yield _drop(document, path, f"no key has this name, so DeepSpeed ignores it{hint}")
@@ -229,11 +233,13 @@ def _unknown(document: dict[str, Any]) -> Iterator[Change]:
             yield _drop(document, path, f"no key has this name, and {reason}")
 
 
-def _keys(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, dict[str, Any]]]:
+def _keys(
+    section: dict[str, Any], keys: dict[str, Entry], prefix: str = ""
+) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Yield the path, the value and the section of each key, except inside tables, whose keys are the user's."""
     for name, value in list(section.items()):
         path = f"{prefix}{name}"
         yield path, value, section
-        entry = entries().get(path)
+        entry = keys.get(path)
         if isinstance(value, dict) and entry is not None and entry.section:
-            yield from _keys(value, f"{path}.")
+            yield from _keys(value, keys, f"{path}.")

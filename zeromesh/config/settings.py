@@ -402,7 +402,7 @@ class Resolved(Settings):
 def entries(model: type[Settings] = Settings) -> dict[str, Entry]:
     """Return every key by its dotted path, with those that are not in the settings at the end."""
     keys_by_path = catalogue(model)
-    for path in [*WITHOUT_EFFECT, *NOT_YET]:
+    for path in [*APPLICATIONS, *WITHOUT_EFFECT, *NOT_YET]:
         inside = any(other.startswith(f"{path}.") for other in NOT_YET)
         keys_by_path.setdefault(path, Entry(path, "anything", None, False, "", inside))
     return keys_by_path

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zeromesh.apps.train.train_settings import TrainSettings
 from zeromesh.comm.detect import Environment
 from zeromesh.config.adopt import Change, adopt
 from zeromesh.config.document import is_unset, read_object
 from zeromesh.config.engine_answers import ANSWERS, Asked, answer
-from zeromesh.config.settings import Settings
 
 _CLIPS_AT = 1.0
 
@@ -44,10 +44,10 @@ class DeepSpeedConfig:
         if mpu is not None:
             self.world_size = mpu.get_data_parallel_world_size()
         self._param_dict = dict(config) if isinstance(config, Mapping) else read_object(Path(config))
-        document, _ = adopt(self._param_dict)
+        document, _ = adopt(self._param_dict, TrainSettings)
         clip_by_default(document)
         try:
-            settings = Settings.load(document, tells=False)
+            settings = TrainSettings.load(document, tells=False)
             if not settings.says_batch:
                 raise ValueError("the configuration says no size of batches; set train_micro_batch_size_per_gpu")
             resolved = settings.resolve(self.world_size)

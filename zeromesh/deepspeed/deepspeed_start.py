@@ -184,7 +184,7 @@ def _configuration(config: Any, config_params: Any, args: Any) -> tuple[dict[str
         return json.loads(source.to_json()), source
     if not isinstance(source, str | Path | Mapping):
         raise DeepSpeedConfigError([f"it is a {type(source).__name__}; pass a path or a dict"], "the configuration")
-    document, changes = adopt(source)
+    document, changes = adopt(source, TrainSettings)
     changes += clip_by_default(document)
     if Environment.detect().rank == 0:
         warn_of(changes)

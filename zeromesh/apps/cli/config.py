@@ -22,7 +22,7 @@ def show(path: Path) -> None:
 
 def fix(path: Path) -> None:
     """Write a file as one that loads strictly and means the same; each change goes to standard error."""
-    document, changes = fixed(path)
+    document, changes = fixed(path, TrainSettings)
     # Before anything is written: what cannot be expressed here must not become a file.
     try:
         TrainSettings.load(document)
