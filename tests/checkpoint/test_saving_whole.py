@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from compare import assert_same
+import zeromesh
 from harness import run_ranks
 from runs import Noisy, config, seed_everything, start, train
 
@@ -64,3 +66,12 @@ def test_the_whole_model_is_written_as_one_file_in_the_dtype_it_computes_in(tmp_
         assert_same(saved, {key: expected[key] for key in saved})
         assert saved["blocks.0.weight"].dtype == torch.bfloat16
         assert saved["norm.running_mean"].dtype == torch.float32
+
+
+def test_a_parameter_that_was_replaced_is_not_left_out_of_an_export(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    settings = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine = zeromesh.initialize(model=model, config=settings)[0]
+    model[1].weight = nn.Parameter(torch.ones(2, 3))
+    with pytest.raises(ValueError, match="1.weight was replaced after initialize"):
+        engine.save_16bit_model(str(tmp_path))

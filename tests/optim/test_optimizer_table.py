@@ -11,7 +11,7 @@ from torch import nn
 import zeromesh
 from harness import run_ranks
 from zeromesh.base.kernels.update_rules import RULES, UpdateRule, rule_of
-from zeromesh.base.optimizer_table import OPTIMIZERS, OptimizerRow, row_of
+from zeromesh.base.optimizer_table import OPTIMIZERS, OptimizerRow, row_of, states_of
 from zeromesh.shard.optim.factory import is_elementwise, state_bytes
 
 STEPS, SAMPLES = 3, 8
@@ -119,3 +119,23 @@ def test_everything_reads_the_row() -> None:
         start(0, False)
     with pytest.raises(ValueError, match=r"optimizer.params.rate is no parameter of tilt; known are lr, tilt"):
         with_the_row(misspell)
+
+
+class Spreading(torch.optim.SGD):
+    """An optimizer of a user's, with an attribute that has a name of one of ours."""
+
+    spread = 0.5
+
+
+def test_an_attribute_of_a_users_optimizer_is_not_taken_for_ours() -> None:
+    plain = model()
+    engine, *_ = zeromesh.initialize(
+        model=plain, optimizer=Spreading(plain.parameters(), lr=0.1), config={"train_micro_batch_size_per_gpu": SAMPLES}
+    )
+    train(engine, range(1))
+
+
+def test_states_of_a_class_of_another_library_follow_from_its_name() -> None:
+    other = type("AdamW", (torch.optim.Optimizer,), {})
+    assert states_of(type("Mine", (other,), {})) == {"exp_avg", "exp_avg_sq"}
+    assert states_of(torch.optim.Optimizer) == set()

@@ -213,8 +213,12 @@ def row_named(name: str) -> OptimizerRow:
 
 
 def states_of(cls: type) -> frozenset[str]:
-    """Return the names of the states that a class or its nearest known base makes; empty if that is not known."""
-    return frozenset(next((row.states for base in cls.__mro__ if (row := row_of(base)) is not UNKNOWN), ()))
+    """Return the names of the states that a class makes, by its name or its bases'; empty if that is not known.
+
+    Other libraries have optimizers of the same names, which make the same states.
+    """
+    names = {base.__name__ for base in cls.__mro__}
+    return frozenset(next((row.states for row in OPTIMIZERS if row.states and row.name in names), ()))
 
 
 def names_by_states(states: frozenset[str]) -> list[str]:

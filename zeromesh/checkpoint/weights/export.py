@@ -161,6 +161,13 @@ def _places(sharded: ShardedModel) -> Places:
     model = sharded.model
     written = written_names(model)
     places = {id(part): (written[name], p) for name, p in model.named_parameters() for _, part in parts(p)}
+    for flat in filter(sharded.is_first, (flat for unit in sharded.parts for flat in unit.flats)):
+        for segment, parameter in zip(flat.layout.segments, flat.parameters, strict=True):
+            if id(parameter) not in places:
+                raise ValueError(
+                    f"{segment.name} was replaced after initialize, so that the model has another than the one that is "
+                    "trained; replace it before, or change its values in place"
+                )
     # The state dict may name them otherwise, as wrappers and the model's hooks do.
     return places | {id(buffer): ([name], buffer) for name, buffer in model.named_buffers()}
 

@@ -158,7 +158,8 @@ def adopt(
         group["params"] = [piece.parameter for _, piece in group_pieces]
         if "param_names" in group:
             group["param_names"] = [piece.name for _, piece in group_pieces]
-    if hasattr(optimizer, "spread") and exchange is not None:
+    exchanges = any(row_of(base).scope is Scope.EXCHANGING for base in type(optimizer).__mro__)
+    if exchanges and exchange is not None and hasattr(optimizer, "spread"):
         optimizer.spread([piece for piece in pieces_by_parameter.values() if piece is not None], exchange)
     _finish(optimizer)
 
