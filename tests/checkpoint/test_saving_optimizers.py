@@ -31,7 +31,7 @@ class Momenta(torch.optim.SGD):
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
             state["counts"] = state.get("counts", torch.zeros(2, 3, dtype=torch.int64)) + 1
-            state["none"] = torch.zeros(0)
+            state["none"] = torch.zeros(0, dtype=parameter.dtype)
 
 
 class Matrices(nn.Module):

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from compare import assert_same
 import zeromesh
+from compare import assert_same
 from harness import run_ranks
 from runs import Noisy, config, seed_everything, start, train
 

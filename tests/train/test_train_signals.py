@@ -18,7 +18,7 @@ from test_train_cli import call, config
 from zeromesh import Engine
 from zeromesh.apps.train.goodput import read_times
 from zeromesh.apps.train.run_folder import RunFolder
-from zeromesh.checkpoint import save
+from zeromesh.checkpoint import checkpoint_folder
 from zeromesh.comm.environment import shutdown
 
 TRAIN = [sys.executable, "-m", "zeromesh.apps.cli.main"]
@@ -143,7 +143,7 @@ def test_a_save_that_fails_is_tried_again_at_the_next(policy, corpus, tmp_path, 
 def test_an_asynchronous_save_that_fails_is_tried_again_at_the_next(policy, full_at, ends, corpus, tmp_path) -> None:
     settings = {"asynchronous": True, "on_failure": policy}
     path = config(corpus, tmp_path, checkpoint=settings, run={"save_every": 2, "ranks": 1})
-    commit, calls = save.commit, []
+    commit, calls = checkpoint_folder.commit, []
 
     def full_once(draft: Path, final: Path) -> None:
         calls.append(final.name)
@@ -151,7 +151,7 @@ def test_an_asynchronous_save_that_fails_is_tried_again_at_the_next(policy, full
             raise OSError(errno.ENOSPC, "No space left on device")
         commit(draft, final)
 
-    with patch.object(save, "commit", full_once):
+    with patch.object(checkpoint_folder, "commit", full_once):
         result = call("train", path)
     assert (result.exit_code != 0) == ends, result.output
     saved = {f"global_step{step}" for step in (2, 4, 6) if step != full_at and (policy == "continue" or step < full_at)}

@@ -17,9 +17,8 @@ from zeromesh.comm.collectives import Group
 from zeromesh.engine.update import Update
 from zeromesh.parallel.context import huggingface_decoders as huggingface
 from zeromesh.parallel.follow.token_check import TokenCheck
-from zeromesh.parallel.tensor import operators
+from zeromesh.parallel.tensor import operators, styles
 from zeromesh.parallel.tensor import split_linear as tensor_linear
-from zeromesh.parallel.tensor import split_model as tensor_apply
 from zeromesh.shard import place_units as place
 from zeromesh.shard import sharded
 from zeromesh.shard.gradients import gradient_sums as sums
@@ -29,7 +28,7 @@ from zeromesh.shard.optim.host import HostSteps
 from zeromesh.shard.parameters.flat import Flat
 from zeromesh.shard.parameters.model_buffers import ModelBuffers
 from zeromesh.shard.sharded import ShardedModel
-from zeromesh.shard.tables.table import Table
+from zeromesh.shard.tables.table import RowGradient
 
 ADAM: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}}
 SGD: dict[str, Any] = {"type": "SGD", "params": {"lr": 1e-1, "momentum": 0.9}}
@@ -234,7 +233,7 @@ def bias_on_every_rank() -> Any:
     def changed(partial: Any, bias: Any, *args: Any) -> Any:
         return plain(partial if bias is None else partial + bias, bias, *args)
 
-    return patch.object(tensor_apply, "leave", changed)
+    return patch.object(styles, "leave", changed)
 
 
 def unsummed_rows() -> Any:
@@ -315,8 +314,8 @@ def all_in_16_bits() -> Any:
 
 def rows_of_one_rank() -> Any:
     """Leave out the gradients that later ranks send for the rows of tables."""
-    plain = Table.take_sum
-    return patch.object(Table, "take_sum", lambda self, ids, gradients: plain(self, ids[:1], gradients[:1]))
+    plain = RowGradient.take_sum
+    return patch.object(RowGradient, "take_sum", lambda self, ids, gradients: plain(self, ids[:1], gradients[:1]))
 
 
 @contextmanager
