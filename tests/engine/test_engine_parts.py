@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import pickle
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from torch import nn
 
 import zeromesh
+import zeromesh.deepspeed
+from zeromesh.engine import state
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.engine_reports import Reports
 from zeromesh.engine.initialize.place_model import TRANSFORMATIONS, Placing
@@ -82,5 +88,36 @@ def test_subclasses_extend_methods_and_attributes_lead_to_the_state() -> None:
         assert engine._state.lr_scheduler is schedule
         with pytest.raises(AttributeError):
             engine.skipped_steps = 2
+        del engine.lr_scheduler
+        assert not hasattr(engine, "lr_scheduler")
     finally:
         engine.destroy()
+
+
+def test_an_engine_that_cannot_be_made_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise ValueError("no engine")
+
+    monkeypatch.setattr(state, "Health", fail)
+    disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 3, "offload_param": disk}}
+    with pytest.raises(ValueError, match="no engine") as caught:
+        zeromesh.initialize(nn.Linear(2, 1), config=config)
+    assert "build it anew" in caught.value.__notes__[0]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_the_configuration_of_the_drop_in_can_be_kept_without_the_engine() -> None:
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 3}}
+    engine = zeromesh.deepspeed.initialize(model=nn.Linear(2, 1), config=config)[0]
+    try:
+        kept = engine.config
+        assert pickle.loads(pickle.dumps(kept)) == kept == config
+        engine.set_train_batch_size(2)
+        assert (engine.config.train_batch_size, kept.train_batch_size) == (2, 1)
+    finally:
+        engine.destroy()
+    sharded = ref(engine.sharded)
+    del engine
+    gc.collect()
+    assert sharded() is None

@@ -34,6 +34,14 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(BAGS, 5, generator=generator).double(), torch.randint(ROWS, (BAGS, 6), generator=generator)
 
 
+@on_ranks(2)
+def test_bags_that_are_whole_on_all_ranks_train_as_one_process() -> None:
+    settings = {"train_micro_batch_size_per_gpu": BAGS, "mesh": {"tensor": 2}}
+    require_same_training(
+        Recommender, batch, settings | {"tensor_parallel": {"plan": {"weighted": "replicate"}}}, lr=0.5
+    )
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
 def test_bags_are_split_by_width_and_train_as_one_process(stage: int) -> None:

@@ -60,7 +60,7 @@ _KINDS = {
 """Kinds of states that rest between updates; gradients have no memory then that could be moved."""
 
 
-class DeepSpeedEngine(Engine, nn.Module):  # type: ignore[misc]  # the engine's own methods count
+class DeepSpeedEngine(Engine, nn.Module):
     """An engine that is a module around the user's, as DeepSpeed's is: parameters are called ``module.NAME``.
 
     Tables in ``questions.py`` have its names that need no method here.
@@ -75,7 +75,8 @@ class DeepSpeedEngine(Engine, nn.Module):  # type: ignore[misc]  # the engine's 
         plateau: ReduceLROnPlateau | None = None,
     ) -> None:
         nn.Module.__init__(self)
-        self._config_view = AnsweredConfig(document, state)
+        self._document = dict(document)
+        self._config_view = AnsweredConfig(document, state.config)
         Engine.__init__(self, state)
         self.module = state.module
         if plateau is not None:
@@ -93,6 +94,7 @@ class DeepSpeedEngine(Engine, nn.Module):  # type: ignore[misc]  # the engine's 
             offload = {"parameter_offload": ParameterOffload(self.sharded)} if self.sharded.sharded else {}
             name_values(self.optimizer, **offload, **attributes(self, users_optimizer))
 
+    state_dict = of_part("saves", Weights.state_dict)  # type: ignore[assignment]
     load_state_dict = of_part("saves", Weights.load_state_dict)
     module_state_dict = of_part("saves", Weights.module_state_dict)
     load_module_state_dict = of_part("saves", Weights.load_module_state_dict)
@@ -155,12 +157,14 @@ class DeepSpeedEngine(Engine, nn.Module):  # type: ignore[misc]  # the engine's 
     @property
     def config(self) -> Any:  # type: ignore[override]
         """The configuration as it was written, as a dict, with the resolved settings as attributes."""
+        if self._config_view.settings is not self._state.config:  # sizes of batches have changed
+            self._config_view = AnsweredConfig(self._document, self._state.config)
         return self._config_view
 
     @property
     def asked(self) -> Any:  # type: ignore[override]
         """Values that the answers about the configuration follow from."""
-        return Asked(self._config_view, self._state.config)
+        return Asked(self._document, self._state.config)
 
     @property
     def loss_scale(self) -> CallableScale:  # type: ignore[override]

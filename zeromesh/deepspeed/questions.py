@@ -10,8 +10,8 @@ import torch
 
 from zeromesh.comm.detect import Environment
 from zeromesh.config.engine_answers import ANSWERS, Asked, answer
+from zeromesh.config.settings import Resolved
 from zeromesh.deepspeed.process_groups import group_of
-from zeromesh.engine.state import EngineState
 
 Engine = Any  # a DeepSpeedEngine, which is made with these tables
 
@@ -130,16 +130,17 @@ def methods() -> dict[str, Callable[..., Any]]:
 
 
 class AnsweredConfig(dict[str, Any]):
-    """The configuration of an engine as it was written, as a dict; its attributes are those of the settings."""
+    """The configuration as it was written, as a dict; its attributes are those of the settings."""
 
-    def __init__(self, document: Mapping[str, Any], state: EngineState) -> None:
+    # Not of the engine, whose memory would not be freed while a program keeps its configuration.
+    def __init__(self, document: Mapping[str, Any], settings: Resolved) -> None:
         super().__init__(document)
-        self._state = state
+        self.settings = settings
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_state":
+        if name == "settings":
             raise AttributeError(name)
-        return getattr(self._state.config, name)
+        return getattr(self.settings, name)
 
 
 class CallableScale(float):

@@ -32,6 +32,9 @@ class Attribute(Generic[T]):
     def __set__(self, engine: Any, value: T) -> None:
         setattr(self._part(engine), self._name, value)
 
+    def __delete__(self, engine: Any) -> None:
+        delattr(self._part(engine), self._name)
+
 
 def of_part(part: str, method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
     """Return a method, with the signature and docstring of a part's, that calls the part's."""

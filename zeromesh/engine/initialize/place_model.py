@@ -92,6 +92,12 @@ class Placing:
         assert self.sharded is not None, "the states are not placed yet"
         return self.sharded
 
+    def abandon(self, error: BaseException) -> None:
+        """Release memory, files and hooks of the placed states, and note on the error that the model has changed."""
+        if self.sharded is not None:
+            self.sharded.close()
+        error.add_note("zeromesh.initialize had begun to change the model: build it anew before you try again")
+
     def spread_sequences(self) -> None:
         """Spread sequences over the ranks of the context axis."""
         plan = self.plan
@@ -297,10 +303,8 @@ def place_model(plan: Plan) -> Placing:
         try:
             transformation.apply(placing)
         except BaseException as error:
-            if placing.sharded is not None:
-                placing.sharded.close()
             if has_changed or not transformation.atomic:
-                error.add_note("zeromesh.initialize had begun to change the model: build it anew before you try again")
+                placing.abandon(error)
             raise
         has_changed = True
     return placing

@@ -254,7 +254,11 @@ def make_engine(
         used["lr"] = used.get("initial_lr", used.get("lr"))  # a schedule has moved it already
         values = {f"optimizer.params.{k}": v for k, v in used.items() if k != "params"}
         tell_unset(plan.arguments.config, settings, values)
-    engine = kind(EngineState(placing, predict))
+    try:
+        engine = kind(EngineState(placing, predict))
+    except BaseException as error:
+        placing.abandon(error)
+        raise
     owners.register(engine)
     if first:
         size, units = counted(plan.mesh.world_size, "rank"), counted(len(sharded.units), "unit")

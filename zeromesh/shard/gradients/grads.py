@@ -24,8 +24,6 @@ from zeromesh.shard.store.early import EarlyUpdates
 PLAIN_GRAD: Any = torch._C.TensorBase.grad
 PLAIN_DATA: Any = torch._C.TensorBase.data
 
-# Mesh axes along which a gradient is not final before the update, or is a part of the model's.
-
 
 class UnavailableGradient(Absent):
     """Stands for a gradient that is not whole on this rank."""
@@ -60,6 +58,7 @@ class Grads:
         self._reducer = reducer
         self._accumulation = accumulation
         self._mesh = mesh
+        # Axes along which a gradient is not final before the update, or is a part of the model's.
         self._spread = ", ".join(axis for axis, role in AXES.items() if not role.shards and mesh.sizes[axis] > 1)
         self._settle = settle  # drops what a backward has left that the user called and that raised
         self._early = early
