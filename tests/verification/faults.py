@@ -393,7 +393,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "masters rounded to 16 bits": Fault(lambda: after_updates(rounded_masters), ("master weight",), zero(2)),
     "loss scale not divided": Fault(
-        lambda: times(Update, "factor", lambda update: update.loss_scale), ("not divided by the loss scale",),
+        lambda: times(Update, "gradient_factor", lambda update: update.loss_scale), ("not divided by the loss scale",),
         zero(2, fp16={"enabled": True, "initial_scale_power": 6}),
     ),
     "running statistics not shared": Fault(
