@@ -139,3 +139,21 @@ def test_inputs_follow_the_class_and_the_configuration() -> None:
         "end_positions": (3,),
     }
     assert list(samples_of(Counting())) == []
+
+
+@pytest.mark.parametrize("guess", [None, True])
+def test_operators_that_change_the_form_of_a_tensor_are_computed_each_time(guess: bool | None) -> None:
+    shapes = []
+    with DryRun(OperatorListener(), guess):
+        for _ in range(2):
+            shapes.append(torch.empty(2, 3, device=META).unsqueeze_(1).shape)
+            shapes.append(torch.empty(2, 3, device=META).transpose_(0, 1).shape)
+    assert shapes == [(2, 1, 3), (3, 2)] * 2
+
+
+@pytest.mark.parametrize("guess", [None, True])
+def test_a_tensor_outside_of_the_model_is_written_to_once(guess: bool | None) -> None:
+    count = torch.tensor(0)
+    with DryRun(OperatorListener(), guess):
+        count.add_(1)
+    assert int(count) == 1
