@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from zeromesh.apps.plan.cost.cost_trace import TracedCost
 from zeromesh.base.dry.dry_run import DryRun, OperatorListener
@@ -157,3 +158,23 @@ def test_a_tensor_outside_of_the_model_is_written_to_once(guess: bool | None) ->
     with DryRun(OperatorListener(), guess):
         count.add_(1)
     assert int(count) == 1
+
+
+def test_a_function_that_holds_the_model_is_refused_on_any_device() -> None:
+    with META:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    forward = model.forward
+    vars(model)["forward"] = lambda input: forward(input)
+    cost = TracedCost(model, {"input": torch.empty(2, 4, device=META)}).at(2, 1)
+    assert not cost.exact
+    assert "computes with the model itself" in cost.note
+
+
+def test_a_loss_may_read_the_model_again_in_the_backward() -> None:
+    model, head = nn.Linear(4, 4), nn.Linear(4, 2)
+    model.add_module("head", head)
+
+    def loss(output: Tensor) -> Tensor:
+        return checkpoint(lambda x: head(x).sum(), output, use_reentrant=False)
+
+    assert TracedCost(model, {"input": torch.empty(2, 4)}, loss=loss).at(2, 1).exact
