@@ -160,6 +160,21 @@ def test_a_tensor_outside_of_the_model_is_written_to_once(guess: bool | None) ->
     assert int(count) == 1
 
 
+def test_operators_of_others_are_called_without_values_alone() -> None:
+    calls = []
+
+    def send(x: Tensor) -> Tensor:
+        calls.append(x)
+        return x.clone()
+
+    operator = torch.library.custom_op("dry_run_tests::send", send, mutates_args=(), schema="(Tensor x) -> Tensor")
+    operator.register_fake(torch.empty_like)
+    with DryRun(OperatorListener(), True):
+        sent = operator(torch.arange(3))
+    assert value_of(sent) is None
+    assert calls == []
+
+
 def test_a_function_that_holds_the_model_is_refused_on_any_device() -> None:
     with META:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
