@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from zeromesh.apps.plan.cost.cost_trace import TracedCost
 from zeromesh.base.dry.dry_run import DryRun, OperatorListener
@@ -139,3 +140,56 @@ def test_inputs_follow_the_class_and_the_configuration() -> None:
         "end_positions": (3,),
     }
     assert list(samples_of(Counting())) == []
+
+
+@pytest.mark.parametrize("guess", [None, True])
+def test_operators_that_change_the_form_of_a_tensor_are_computed_each_time(guess: bool | None) -> None:
+    shapes = []
+    with DryRun(OperatorListener(), guess):
+        for _ in range(2):
+            shapes.append(torch.empty(2, 3, device=META).unsqueeze_(1).shape)
+            shapes.append(torch.empty(2, 3, device=META).transpose_(0, 1).shape)
+    assert shapes == [(2, 1, 3), (3, 2)] * 2
+
+
+@pytest.mark.parametrize("guess", [None, True])
+def test_a_tensor_outside_of_the_model_is_written_to_once(guess: bool | None) -> None:
+    count = torch.tensor(0)
+    with DryRun(OperatorListener(), guess):
+        count.add_(1)
+    assert int(count) == 1
+
+
+def test_operators_of_others_are_called_without_values_alone() -> None:
+    calls = []
+
+    def send(x: Tensor) -> Tensor:
+        calls.append(x)
+        return x.clone()
+
+    operator = torch.library.custom_op("dry_run_tests::send", send, mutates_args=(), schema="(Tensor x) -> Tensor")
+    operator.register_fake(torch.empty_like)
+    with DryRun(OperatorListener(), True):
+        sent = operator(torch.arange(3))
+    assert value_of(sent) is None
+    assert calls == []
+
+
+def test_a_function_that_holds_the_model_is_refused_on_any_device() -> None:
+    with META:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    forward = model.forward
+    vars(model)["forward"] = lambda input: forward(input)
+    cost = TracedCost(model, {"input": torch.empty(2, 4, device=META)}).at(2, 1)
+    assert not cost.exact
+    assert "computes with the model itself" in cost.note
+
+
+def test_a_loss_may_read_the_model_again_in_the_backward() -> None:
+    model, head = nn.Linear(4, 4), nn.Linear(4, 2)
+    model.add_module("head", head)
+
+    def loss(output: Tensor) -> Tensor:
+        return checkpoint(lambda x: head(x).sum(), output, use_reentrant=False)
+
+    assert TracedCost(model, {"input": torch.empty(2, 4)}, loss=loss).at(2, 1).exact

@@ -127,7 +127,9 @@ def _grouped_product(a: Tensor, b: Tensor, offsets: Any = None, *rest: Any, **mo
 def _recipe(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> tuple[Any, ...] | None:
     """Return how to make an operator's results again; None if they are no new tensors with storages of their own."""
     if func._schema.is_mutable:
-        return (None,) if args and result is args[0] else None
+        # An operator such as unsqueeze_ gives its argument another form each time.
+        is_as_before = bool(args) and result is args[0] and torch.Tag.inplace_view not in func.tags
+        return (None,) if is_as_before else None
     results = result if isinstance(result, tuple) else (result,)
     if not results or not all(isinstance(tensor, Tensor) and tensor.is_meta for tensor in results):
         return None

@@ -138,6 +138,9 @@ class KnownValues:
         """Do to the values what an operator did to tensors."""
         packet = func._overloadpacket
         results = result if isinstance(result, tuple | list) else (result,)
+        written = args[0] if func._schema.is_mutable and args else None
+        if any(isinstance(x, Tensor) and not x.is_meta for x in (written if isinstance(written, list) else (written,))):
+            return  # a tensor outside of the model, which the operator has written to
         if packet in _CHOICES and value_of(args[0]) is None:
             indices = next(iter(results[_CHOICES[packet] :]), None)
             if isinstance(indices, Tensor) and indices.numel() <= MOST and args[0].ndim:
@@ -146,7 +149,9 @@ class KnownValues:
                 give(indices, order.reshape(indices.shape).to(indices.dtype))
             return
         small = all(not isinstance(x, Tensor) or not x.is_meta or _is_small(x) for x in results)
-        values = _all(args) if small and not any(word in packet.__name__ for word in _RANDOM) else None
+        # Operators of others than torch may do more than compute, as those that send messages.
+        computes = func.namespace == "aten" and not any(word in packet.__name__ for word in _RANDOM)
+        values = _all(args) if small and computes else None
         named = None if values is None else _all(tuple(kwargs.values()))
         if values is None or named is None:
             if func._schema.is_mutable and args and isinstance(args[0], Tensor) and args[0].is_meta:

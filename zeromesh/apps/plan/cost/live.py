@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache, partial
@@ -156,8 +156,13 @@ class StorageRecorder(OperatorListener):
     """
 
     def __init__(
-        self, cuts: Mapping[int, ParameterCut], parameters: Sequence[Tensor], buffers: Sequence[Tensor]
+        self,
+        cuts: Mapping[int, ParameterCut],
+        parameters: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        originals: Collection[int],
     ) -> None:
+        self._originals = originals  # by ``id``, the tensors of the user's model, which a copy does not read
         self.events: list[Event] = []
         self.works: list[TracedWork] = []
         self.accumulations: list[tuple[int, int]] = []  # of gradients: number of events before, and the slot
@@ -219,6 +224,11 @@ class StorageRecorder(OperatorListener):
         self.events.append(Event(stored, -1, self.slot))
 
     # Operators.
+
+    def on_read(self, func: Any, tensors: Sequence[Tensor]) -> None:
+        """Refuse operators on the user's model itself, whose units are not followed."""
+        if any(id(tensor) in self._originals for tensor in tensors):
+            raise RuntimeError("a function, as one in place of a forward, computes with the model itself, not its copy")
 
     def on_operator(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Note an operator's storages and its work."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -140,7 +140,9 @@ class _Trace:
         self.owned = assign(model, self.names)
         self.state = dict((*model.named_parameters(), *model.named_buffers()))
         self.cuts = {id(model.get_parameter(name)): cut for name, cut in cuts.items()}
-        self.recorder = StorageRecorder(self.cuts, list(model.parameters()), list(model.buffers()))
+        originals = {id(tensor) for tensor in (*original.parameters(), *original.buffers())}
+        originals -= {id(tensor) for tensor in self.state.values()}
+        self.recorder = StorageRecorder(self.cuts, list(model.parameters()), list(model.buffers()), originals)
         self.dry_run = DryRun(self.recorder)
         self.slots = [-1]  # by number of the recorder's slot, the unit; -1 between units
         self.places: list[int] = []  # by slot, the place of a unit in the cost
@@ -164,12 +166,13 @@ class _Trace:
     def _run(self, values: Inputs, input_storages: Sequence[TracedStorage]) -> tuple[list[TracedStorage], int]:
         """Run both passes; return the storages that live between them, and the number of events until then."""
         recorder, autocast = self.recorder, self.options.autocast
-        with self.dry_run, torch.autograd.graph.saved_tensors_hooks(recorder.saves, lambda tensor: tensor):
+        saving = torch.autograd.graph.saved_tensors_hooks(recorder.saves, lambda tensor: tensor)
+        with ExitStack() as stack, self.dry_run, saving:
             with autocast_of(self.options.kernels, autocast):
                 output = self.model(**values)
-                # A loss may read parameters of the user's model itself.
-                with _reparametrize_module(self.original, self.state):
-                    ends = list(losses_of(output)) if self.loss is None else [self.loss(output)]
+                # A loss may read parameters of the user's model itself, and again where the backward recomputes it.
+                stack.enter_context(_reparametrize_module(self.original, self.state))
+                ends = list(losses_of(output)) if self.loss is None else [self.loss(output)]
             del output
             ends = [tensor for tensor in ends if tensor.requires_grad]
             if not ends:
