@@ -116,7 +116,7 @@ def pipelined(
     return Run(ends, busy, long.placement)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _program(
     name: str, ranks: int, microbatches: int, chunks: int, costs: Costs | None
 ) -> tuple[Program, tuple[int, ...]]:
