@@ -27,10 +27,10 @@ LIMITS = {
 
 ABOVE: dict[str, dict[str, int]] = {
     "methods of a class": {
-        "deepspeed/deepspeed_engine.py:DeepSpeedEngine": 81,
-        "deepspeed/pipeline.py:PipelineEngine": 86,
+        "deepspeed/deepspeed_engine.py:DeepSpeedEngine": 45,
+        "deepspeed/pipeline.py:PipelineEngine": 50,
         "deepspeed/pipeline.py:StagedModule": 28,
-        "engine/engine.py:Engine": 65,
+        "engine/engine.py:Engine": 32,
     },
     "arguments of a constructor": {
         "deepspeed/tiling.py:TiledLayer": 9,
@@ -61,9 +61,10 @@ EMPTY_NAMES = ("found", "one", "own", "made", "given", "held", "kept", "known", 
 """Names of variables and arguments that do not say what they hold."""
 
 MOST = {
-    "writes to attributes of objects that the function has not made": 34,
+    "writes to attributes of objects that the function has not made": 33,
     "names that do not say what they hold": 21,
     "names of files that recur": 0,
+    "statements that are packed by hand": 40,
 }
 """What is counted in the whole package. A number may shrink and never grow."""
 
@@ -274,7 +275,7 @@ def check(root: Path) -> list[str]:
     classes: dict[str, list[tuple[str, ast.ClassDef]]] = defaultdict(list)
     files: dict[str, list[str]] = defaultdict(list)
     counted: dict[str, list[str]] = {kind: [] for kind in MOST}
-    writes, empty, recurring = counted.values()
+    writes, empty, recurring, packed = counted.values()
     outer: set[ast.ClassDef] = set()
     problems = []
     names, pattern = keys()
@@ -290,6 +291,8 @@ def check(root: Path) -> list[str]:
         where = f"{PACKAGE}/{name}"
         writes += [f"{where}:{line}: {target} is of another object" for line, target in {*foreign_writes(tree)}]
         empty += [f"{where}:{line}: {word} does not say what it holds" for line, word in empty_names(tree)]
+        lines = text.splitlines()
+        packed += [f"{where}:{n}: fmt: skip" for n, line in enumerate(lines, 1) if line.endswith("# fmt: skip")]
         problems += [f"{where}:{line}: {problem}" for line, problem in problems_of(tree, name)]
         problems += [
             f"{where}:{line}: {key} is no key of the configuration; correct it, or add it to NO_KEYS"

@@ -40,13 +40,23 @@ __all__ = ["initialize", "make_mesh"]
 
 @takes_args_first
 def initialize(
-    model: nn.Module | None = None, optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
-    model_parameters: Iterable[Any] | None = None, training_data: Dataset[Any] | None = None, lr_scheduler: Any = None,
-    *, collate_fn: Callable[[Any], Any] | None = None, config: Config | Settings | None = None,
-    mesh: Mesh | None = None, loss_fn: Callable[[Any, Any], torch.Tensor] | None = None, args: Any = None,
-    config_params: Config | None = None, dist_init_required: bool | None = None, distributed_port: int | None = None,
-    mpu: Any = None, mesh_param: Any = None,
-) -> tuple[Engine, Optimizer | None, Loader | None, Any]:  # fmt: skip
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    *,
+    collate_fn: Callable[[Any], Any] | None = None,
+    config: Config | Settings | None = None,
+    mesh: Mesh | None = None,
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    args: Any = None,
+    config_params: Config | None = None,
+    dist_init_required: bool | None = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    mesh_param: Any = None,
+) -> tuple[Engine, Optimizer | None, Loader | None, Any]:
     """Make a model train as the configuration says.
 
     The process group is started if nobody has. The model is changed in place: its modules stay the same objects, its
@@ -132,9 +142,11 @@ def only_configuration(config: Any, config_params: Any, args: Any) -> Any:
 
 
 def run_steps(
-    chosen: Arguments, start: Callable[[], Environment], mesh: Mesh | None = None,
+    chosen: Arguments,
+    start: Callable[[], Environment],
+    mesh: Mesh | None = None,
     kind: Callable[[EngineState], Engine] = Engine,
-) -> tuple[Engine, Optimizer | None, Loader | None, Any]:  # fmt: skip
+) -> tuple[Engine, Optimizer | None, Loader | None, Any]:
     """Run the steps of ``initialize``.
 
     Args:

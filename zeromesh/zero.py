@@ -71,12 +71,24 @@ class Init:
     """
 
     def __init__(
-        self, module: nn.Module | None = None, data_parallel_group: Any = None, mem_efficient_linear: bool = True,
-        remote_device: Any = None, pin_memory: bool = False, config_dict_or_path: Any = None, config: Any = None,
-        enabled: bool = True, dtype: torch.dtype | None = None, mpu: Any = None, zero_param_parallel_group: Any = None,
-        zero_quantized_weights: bool = False, zero_quantized_nontrainable_weights: bool = False,
-        sequence_data_parallel_group: Any = None, param_swapper: Any = None, tensor_overrides: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: Any = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+        tensor_overrides: Any = None,
+    ) -> None:
         sizes = 'set the sizes in the configuration, as in "mesh": {"data": 4, "tensor": 2}'
         refuse("zero.Init", "data_parallel_group", data_parallel_group, sizes)
         refuse("zero.Init", "zero_param_parallel_group", zero_param_parallel_group, sizes)
@@ -136,9 +148,11 @@ def tensors_of(params: object) -> list[Any]:
 
 @contextmanager
 def GatheredParameters(
-    params: nn.Parameter | Iterable[nn.Parameter | None] | None, modifier_rank: int | None = None,
-    fwd_module: nn.Module | None = None, enabled: bool = True,
-) -> Iterator[None]:  # fmt: skip
+    params: nn.Parameter | Iterable[nn.Parameter | None] | None,
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
     """In this context the parameters are whole on every rank, to be read; or to be changed on one rank.
 
     Args:
@@ -230,9 +244,11 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def clip_grad_norm_(
-    parameters: nn.Parameter | Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0,
+    parameters: nn.Parameter | Iterable[nn.Parameter],
+    max_norm: float,
+    norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Clip gradients that are spread over ranks; see ``torch.nn.utils.clip_grad_norm_``. Collective.
 
     To be called between the last backward of an update and its ``step``. ``gradient_clipping`` in the configuration

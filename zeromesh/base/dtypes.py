@@ -101,8 +101,11 @@ def tell_narrowed(model: nn.Module, precision: Precision, key: str) -> None:
         _log.warning(
             "parameters of a model in 16 bits have fp32: %s (%d in all); this run computes with them in %s. To keep "
             "them in fp32, name them in %s",
-            ", ".join(wide[:3]), len(wide), precision.compute, key,
-        )  # fmt: skip
+            ", ".join(wide[:3]),
+            len(wide),
+            precision.compute,
+            key,
+        )
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:

@@ -207,9 +207,15 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, token: Tensor | None, weight: Tensor, bias: Tensor | None, ticket: Ticket | None,
-        transposed: bool, arithmetic: Arithmetic,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        token: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        ticket: Ticket | None,
+        transposed: bool,
+        arithmetic: Arithmetic,
+    ) -> Tensor:
         """Return the layer's output; with a ticket and no ``token`` somebody must run the ticket's node."""
         y, saved_tensors = arithmetic.output(x, weight.t() if transposed else weight, bias)
         # Only the weight's gradient reads the input: adapters on frozen layers would keep that of every layer.

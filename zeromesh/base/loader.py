@@ -31,9 +31,17 @@ class Sampler(DistributedSampler[Any]):
     """
 
     def __init__(
-        self, data: Any, ranks: int, rank: int, seed: int, drop_last: bool, multiple: int = 1, shuffle: bool = True, *,
+        self,
+        data: Any,
+        ranks: int,
+        rank: int,
+        seed: int,
+        drop_last: bool,
+        multiple: int = 1,
+        shuffle: bool = True,
+        *,
         repeats: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(data, ranks, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
         self.length = len(data)
         # Whole updates, so that which samples an update takes at the end of a pass does not depend
@@ -86,9 +94,14 @@ class Loader(DataLoader[Any]):
     sampler: Sampler
 
     def __init__(
-        self, data: Any, sampler: Sampler, batch_size: int, collate_fn: Any, drop_last: bool,
+        self,
+        data: Any,
+        sampler: Sampler,
+        batch_size: int,
+        collate_fn: Any,
+        drop_last: bool,
         device: torch.device | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         # torch draws a number for every pass; from the model's generator, it would draw it again for a resumed one.
         generator = torch.Generator()
         generator.manual_seed(sampler.seed + sampler.rank)

@@ -22,9 +22,14 @@ class Tile(nn.Linear):
     """A part of the inputs and outputs of a ``TiledLinear``; a unit of its own."""
 
     def __init__(
-        self, inputs: int, outputs: int, bias: bool, fan_in: int,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        inputs: int,
+        outputs: int,
+        bias: bool,
+        fan_in: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         # Before torch's own constructor, which draws the initial values.
         self._fan_in = fan_in
         super().__init__(inputs, outputs, bias, device, dtype)
@@ -60,9 +65,16 @@ class TiledLinear(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, in_splits: int = 1, out_splits: int = 1,
-        *, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        in_splits: int = 1,
+        out_splits: int = 1,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         for name, splits, size in (("in", in_splits, in_features), ("out", out_splits, out_features)):
             if not 1 <= splits <= size:

@@ -56,9 +56,14 @@ class Box:
 
     @classmethod
     def of(
-        cls, name: str, shape: tuple[int, ...], start: int, data: torch.Tensor,
-        offsets: tuple[int, ...] | None = None, sizes: tuple[int, ...] | None = None,
-    ) -> Box:  # fmt: skip
+        cls,
+        name: str,
+        shape: tuple[int, ...],
+        start: int,
+        data: torch.Tensor,
+        offsets: tuple[int, ...] | None = None,
+        sizes: tuple[int, ...] | None = None,
+    ) -> Box:
         """Return the box that begins at ``start`` and has the elements of ``data``."""
         return cls(name, shape, data.dtype, start, start + data.numel(), lambda: data, offsets, sizes)
 
@@ -142,8 +147,11 @@ class ShardLayout:
     def add(self, box: Box, place: tuple[int, int], digest: str | None) -> None:
         """Describe a box that was written, with the SHA-256 of its data."""
         entry: dict[str, Any] = {
-            "key": box.key, "name": box.name, "shape": list(box.shape), "dtype": dtype_name(box.dtype),
-        }  # fmt: skip
+            "key": box.key,
+            "name": box.name,
+            "shape": list(box.shape),
+            "dtype": dtype_name(box.dtype),
+        }
         if box.offsets is not None and box.sizes is not None:
             entry |= {"offsets": list(box.offsets), "sizes": list(box.sizes)}
         entry |= {"start": box.start, "stop": box.stop, "bytes": [*place]}

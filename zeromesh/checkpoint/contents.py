@@ -211,7 +211,7 @@ def elements_of(flat: Flat, part: PiecePart) -> tuple[int, int]:
 
 def _optimizer_boxes(
     optimizer: Optimizer, flat: Flat, part: PiecePart, windowed: Mapping[str, torch.Tensor]
-) -> Iterator[Box]:  # fmt: skip
+) -> Iterator[Box]:
     """Yield the boxes of the states of a part of a piece; those in ``windowed`` are its window's."""
     # Of its piece, a rank writes what lies in its shard; in row 0 that is less.
     piece, (begin, end) = part.piece, elements_of(flat, part)

@@ -83,9 +83,7 @@ class Taken:
         return f"{taken}data: {self.data_position}\nprogress: {self.progress}\ncustom: {self.load_model is not None}"
 
 
-def load(
-    engine: RunState, folder: Path, tag: str | None, parts: Taken
-) -> tuple[str | None, dict[str, Any]]:  # fmt: skip
+def load(engine: RunState, folder: Path, tag: str | None, parts: Taken) -> tuple[str | None, dict[str, Any]]:
     """Continue from a checkpoint. Collective; see ``Engine.load_checkpoint``."""
     mesh, world = engine.mesh, engine.mesh.group("world")
     optimizer_states, scheduler_states = parts.optimizer, parts.scheduler
@@ -247,8 +245,11 @@ def _require_same_model(engine: RunState, reader: Reader, wanted: Shapes, strict
         trained = reader.manifest["parameters"]
         missing = {name: s for name, s in missing.items() if trained.get(_bare(name), {}).get("trainable", True)}
     extra = {name: saved[name] for name in sorted(saved) if name not in wanted}
-    other = [f"{_bare(name)}: saved {saved[name]}, wanted {shape}" for name, shape in wanted.items()
-             if saved.get(name, shape) != shape]  # fmt: skip
+    other = [
+        f"{_bare(name)}: saved {saved[name]}, wanted {shape}"
+        for name, shape in wanted.items()
+        if saved.get(name, shape) != shape
+    ]
     # Shapes must be equal anyway: a part of a tensor is no value for it.
     if not strict and not other and (saved.keys() & wanted.keys() or not wanted):
         if (missing or extra) and engine.mesh.rank == 0:
@@ -340,9 +341,7 @@ def _load_extra(sharded: ShardedModel, extra: dict[str, Any]) -> None:
             module.set_extra_state(extra[name])
 
 
-def _load_by(
-    function: Callable[..., Any], sharded: ShardedModel, reader: Reader, extra: dict[str, Any]
-) -> None:  # fmt: skip
+def _load_by(function: Callable[..., Any], sharded: ShardedModel, reader: Reader, extra: dict[str, Any]) -> None:
     """Let a function of the user's change the model by the whole tensors of a checkpoint. Collective."""
     kinds = ("parameter/", "buffer/")
     source = {_bare(name): reader.tensor(name) for name in reader.names if name.startswith(kinds)}

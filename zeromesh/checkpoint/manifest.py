@@ -95,9 +95,10 @@ _BOX = record_type({
 _SHARD = record_type({"file": str, "boxes": ListOf[_BOX], "header": NotRequired[str], "sha256": NotRequired[str]})
 _SCALE = {"scale": Annotated[float, Field(gt=0, allow_inf_nan=False)], "hysteresis": Count, "good_steps": Count}
 _SPIKES = {
-    "loss": NotRequired[list[float]], "gradient norm": NotRequired[list[float]],
+    "loss": NotRequired[list[float]],
+    "gradient norm": NotRequired[list[float]],
     "in a row": NotRequired[Annotated[list[Count], Field(max_length=1)]],
-}  # fmt: skip
+}
 _ANY = dict[str, Any]
 
 _FIELDS: dict[str, Any] = {

@@ -35,12 +35,15 @@ Move = Callable[[torch.Tensor], object]
 
 KINDS = (
     _Kind(
-        "__numpy_time__", (numpy.datetime64, numpy.timedelta64),
+        "__numpy_time__",
+        (numpy.datetime64, numpy.timedelta64),
         lambda value: [value.dtype.str, int(value.astype("i8"))],
         lambda parts: numpy.array(parts[1], "i8").view(parts[0])[()],
     ),
     _Kind(
-        "__numpy__", (numpy.number, numpy.bool_, numpy.character), lambda value: [value.dtype.str, value.item()],
+        "__numpy__",
+        (numpy.number, numpy.bool_, numpy.character),
+        lambda value: [value.dtype.str, value.item()],
         lambda parts: numpy.dtype(parts[0]).type(parts[1]),
     ),
     _Kind("__tuple__", tuple, list, tuple),
@@ -54,13 +57,15 @@ KINDS = (
     _Kind("__date__", date, date.isoformat, date.fromisoformat),
     _Kind("__time__", time, time.isoformat, time.fromisoformat),
     _Kind(
-        "__timedelta__", timedelta, lambda value: [value.days, value.seconds, value.microseconds],
+        "__timedelta__",
+        timedelta,
+        lambda value: [value.days, value.seconds, value.microseconds],
         lambda parts: timedelta(*parts),
     ),
     _Kind("__namespace__", Namespace, vars, lambda fields: Namespace(**fields)),
     _Kind("__simplenamespace__", SimpleNamespace, vars, lambda fields: SimpleNamespace(**fields)),
     _Kind("__path__", Path, str, Path),
-)  # fmt: skip
+)
 """Conversions, of which the first that fits counts."""
 
 # Keys of what stands for something that JSON does not have.
@@ -209,7 +214,7 @@ def move_text(move: Move, device: torch.device, text: str | None) -> str:
 
 def move_tensors(
     move: Move, device: torch.device, tensors: Mapping[str, torch.Tensor] | None
-) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Send tensors, or receive some for None, and yield them by name, on the device, one at a time."""
     forms = {name: [dtype_name(value.dtype), *value.shape] for name, value in (tensors or {}).items()}
     text = move_text(move, device, None if tensors is None else json.dumps(forms))

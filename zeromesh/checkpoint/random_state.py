@@ -71,8 +71,9 @@ def _restore_seeds(model: nn.Module, saved: dict[str, Any]) -> None:
     if len(seeds) != len(values):
         _log.warning(
             "the checkpoint has states of %d seed generators, and the model has %d: its layers go on with their own",
-            len(values), len(seeds),
-        )  # fmt: skip
+            len(values),
+            len(seeds),
+        )
         return
     if saved["global"] is not None:
         seeds, values = [*seeds, global_seed(make=True)], [*values, saved["global"]]

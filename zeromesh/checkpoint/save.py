@@ -42,9 +42,15 @@ ONE_FOLDER = "save to a folder that all ranks see"
 
 
 def save(
-    engine: RunState, folder: Path, tag: str | None, client_state: dict[str, Any], *, save_latest: bool = True,
-    exclude_frozen: bool = False, background: BackgroundSaves | None = None,
-) -> Path:  # fmt: skip
+    engine: RunState,
+    folder: Path,
+    tag: str | None,
+    client_state: dict[str, Any],
+    *,
+    save_latest: bool = True,
+    exclude_frozen: bool = False,
+    background: BackgroundSaves | None = None,
+) -> Path:
     """Write a checkpoint; ``folder/latest`` names it afterwards. Collective; see ``Engine.save_checkpoint``.
 
     With ``background`` the state is only copied when this returns, and a thread writes it.

@@ -28,9 +28,14 @@ from zeromesh.comm.watchdog import SLOWEST_LINK, Watchdog
 
 # Functions whose first tensor has one shape and dtype on all ranks; not every version of torch has all of them.
 SAME_SHAPES = (
-    "all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_single",
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_gather_single",
     "reduce_scatter_single",
-)  # fmt: skip
+)
 
 # Functions of torch.distributed in which all ranks of a group take part.
 CALLS = (
@@ -90,7 +95,7 @@ def compare_calls(store: Any, watched: Watchdog | None, patience: float) -> None
 
 def _compare(
     store: Any, watched: Watchdog | None, patience: float, group: Any, number: int, call: dict[str, Any]
-) -> None:  # fmt: skip
+) -> None:
     """Raise CollectiveMismatch if other ranks' calls are different, or a rank that has not come waits elsewhere."""
     base, ranks, own_rank = f"zeromesh/calls/{group.group_name}", dist.get_process_group_ranks(group), dist.get_rank()
     store.set(f"{base}/{number}/{own_rank}", json.dumps(call))

@@ -87,9 +87,16 @@ class Group:
     """
 
     def __init__(
-        self, axis: str, process_group: Any, device: torch.device, traffic: Traffic, watchdog: Watchdog | None = None,
-        node_of: Sequence[int] | None = None, hierarchical: bool | None = None, carrier: LocalGroup | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        axis: str,
+        process_group: Any,
+        device: torch.device,
+        traffic: Traffic,
+        watchdog: Watchdog | None = None,
+        node_of: Sequence[int] | None = None,
+        hierarchical: bool | None = None,
+        carrier: LocalGroup | None = None,
+    ) -> None:
         self.axis = axis
         self.process_group = process_group
         self.device = device
@@ -198,9 +205,14 @@ class Group:
         return [self._second_steps.run(share, tag)]
 
     def reduce_scatter(
-        self, full: torch.Tensor, received: torch.Tensor, out: torch.Tensor, add: bool, tag: int,
+        self,
+        full: torch.Tensor,
+        received: torch.Tensor,
+        out: torch.Tensor,
+        add: bool,
+        tag: int,
         form: Format | None = None,
-    ) -> Pending:  # fmt: skip
+    ) -> Pending:
         """Sum the ranks' buffers; this rank gets its segment of the sum.
 
         The sum runs in ``out``'s dtype and in the order of ranks, so that its value does not depend on who computes it
@@ -237,9 +249,12 @@ class Group:
         shards = list((full.cpu() if self._through_host else full).chunk(self.size))
         works, parts = self._scatter(shards, list(landing.chunk(self.size - 1)), tag, form)
         return self._pending(
-            "reduce_scatter", tag, works, full.nbytes,
+            "reduce_scatter",
+            tag,
+            works,
+            full.nbytes,
             lambda: accumulate([part.to(out.device) for part in parts], out, add),
-        )  # fmt: skip
+        )
 
     def _scatter(
         self, shards: list[torch.Tensor], landings: list[torch.Tensor], tag: int, form: Format | None
@@ -317,7 +332,7 @@ class Group:
 
     def _post(
         self, receives: Iterable[tuple[int, torch.Tensor]], sends: Iterable[tuple[int, torch.Tensor]], tag: int
-    ) -> list[Any]:  # fmt: skip
+    ) -> list[Any]:
         """Start messages from and to group ranks; between two ranks they arrive in the order in which they are sent."""
         if self._carrier is not None:
             return self._carrier.post(receives, sends, tag)

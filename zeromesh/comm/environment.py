@@ -167,8 +167,11 @@ def init_distributed(
     if verbose and process.rank == 0:
         _log.info(
             "%s on %s, started by %s, backend %s",
-            counted(process.world_size, "rank"), counted(process.node_count, "node"), process.launcher, backend,
-        )  # fmt: skip
+            counted(process.world_size, "rank"),
+            counted(process.node_count, "node"),
+            process.launcher,
+            backend,
+        )
     return process
 
 
@@ -180,9 +183,13 @@ def shutdown() -> None:
 
 
 def _start(
-    environment: Environment, backend: str, device: torch.device, timeout: timedelta | None, limit: timedelta,
+    environment: Environment,
+    backend: str,
+    device: torch.device,
+    timeout: timedelta | None,
+    limit: timedelta,
     problem: Exception | None,
-) -> None:  # fmt: skip
+) -> None:
     several, carried = environment.world_size > 1, backend == "mpi"
     if problem is not None and not several:
         raise problem  # nobody waits for this rank

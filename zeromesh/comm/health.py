@@ -84,10 +84,11 @@ class Health:
         findings = [*self._slow(step, rows), *self._wrong(step, [bool(row[1]) for row in rows])]
         self._remember(findings, rows)
         return {
-            "products": [row[0] for row in rows], "memory": [row[2] for row in rows],
+            "products": [row[0] for row in rows],
+            "memory": [row[2] for row in rows],
             "links": [[before, after, speed] for before, after, speed in self._by_link(rows)],
             "slow": [vars(finding) for finding in findings],
-        }  # fmt: skip
+        }
 
     def _measure(self) -> list[list[float]]:
         """Return for each rank the speed of a product, whether it was wrong, and the speeds of memory and links."""

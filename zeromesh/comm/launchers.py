@@ -78,14 +78,12 @@ TORCHRUN = Launcher(
 OPEN_MPI = Launcher(
     name="open mpi",
     command="Open MPI's mpiexec",
-    marks=(
-        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
-    ),
+    marks=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     rank=("OMPI_COMM_WORLD_RANK",),
     local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
     world_size=("OMPI_COMM_WORLD_SIZE",),
     local_world_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-)  # fmt: skip
+)
 
 MPICH = Launcher(
     name="mpich",

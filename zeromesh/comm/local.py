@@ -79,9 +79,12 @@ class Transport:
         reached = {
             peer
             for peer, other in enumerate(shown)
-            if mine is not None and other is not None and peer != rank and other[0] == mine[0]
+            if mine is not None
+            and other is not None
+            and peer != rank
+            and other[0] == mine[0]
             and not native.zeromesh_link_join(self._link, peer, *other[1:])
-        }  # fmt: skip
+        }
         if reached and native.zeromesh_link_start(self._link):
             reached = set()
         every = gather_json(sorted(reached))
@@ -114,10 +117,20 @@ class Transport:
         assert part.shape == out.shape, (part.shape, out.shape)
         message = self._message([part, out], f"the sum of messages from ranks {', '.join(map(str, ranks))}")
         error = self._native.zeromesh_link_sum(
-            self._link, self._instructions, (ctypes.c_int32 * len(ranks))(*ranks), len(ranks), place, key,
-            part.data_ptr(), out.data_ptr(), part.numel(), SUMMED[part.dtype], SUMMED[out.dtype], add,
+            self._link,
+            self._instructions,
+            (ctypes.c_int32 * len(ranks))(*ranks),
+            len(ranks),
+            place,
+            key,
+            part.data_ptr(),
+            out.data_ptr(),
+            part.numel(),
+            SUMMED[part.dtype],
+            SUMMED[out.dtype],
+            add,
             ctypes.byref(message.handle),
-        )  # fmt: skip
+        )
         return self._posted(message, error)
 
     def _message(self, tensors: Sequence[torch.Tensor], what: str) -> Message:

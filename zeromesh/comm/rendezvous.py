@@ -106,8 +106,9 @@ class Meeting:
             _log.warning(
                 "nothing proves that who connects to %s is a rank of this run: its nodes share no secret; set %s to at "
                 "least 16 characters that nobody else knows, the same on all ranks, or use zeromesh launch",
-                self._master, SECRET,
-            )  # fmt: skip
+                self._master,
+                SECRET,
+            )
         store = SealedStore(self._store, sign(self._token, *greetings), self._master)
         for rank, proof in enumerate(self._exchange("knows", store.seal(f"knows/{self._rank}", b""))):
             store.unseal(f"knows/{rank}", proof)
@@ -229,9 +230,9 @@ def _store(environment: Environment, limit: timedelta) -> Any:
     # Torch waits for ever on a program that accepts connections and is not a store.
     answers: list[Any] = []
     size = environment.world_size
-    in_background(
-        lambda: _TCPStore(address, port, size, False, limit, wait_for_workers=False), answers
-    )(max(1.0, end - time.monotonic()))  # fmt: skip
+    in_background(lambda: _TCPStore(address, port, size, False, limit, wait_for_workers=False), answers)(
+        max(1.0, end - time.monotonic())
+    )
     if answers and not isinstance(answers[0], Exception):
         return answers[0]
     why = f": {_first_line(answers[0])}" if answers else ""
@@ -272,9 +273,15 @@ def _serve(address: str, port: int, world_size: int, limit: timedelta) -> Any:
     descriptor = None if listener is None else listener.detach()
     try:
         return _TCPStore(
-            host or "localhost", port, world_size, True, limit,
-            wait_for_workers=False, multi_tenant=True, master_listen_fd=descriptor,
-        )  # fmt: skip
+            host or "localhost",
+            port,
+            world_size,
+            True,
+            limit,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=descriptor,
+        )
     except RuntimeError:
         if listener is not None:
             raise

@@ -84,9 +84,12 @@ class Stragglers:
                         "rank %d computed %.1f times as long as the others in the last %d updates (%.3g s instead of "
                         "%.3g s each), and all wait for it; look for other programs, heat or slow memory on its "
                         "machine, or for a data loader that is slow there",
-                        rank, self._busy[rank] / usual, self._updates,
-                        self._busy[rank] / self._updates, usual / self._updates,
-                    )  # fmt: skip
+                        rank,
+                        self._busy[rank] / usual,
+                        self._updates,
+                        self._busy[rank] / self._updates,
+                        usual / self._updates,
+                    )
         self._began, self._updates, self._busy = self._clock(), 0, [0.0] * len(self._busy)
 
     def _take_in(self, columns: Sequence[Sequence[int]], work: Sequence[float]) -> None:
@@ -98,9 +101,11 @@ class Stragglers:
             for seconds, usual_seconds in zip(work, usual, strict=True)
         )
         self._taken = Busy(
-            taken.updates + 1, [*map(sum, zip(taken.seconds, work, strict=True))],
-            [*map(sum, zip(taken.usual, usual, strict=True))], taken.idle + max(0.0, late),
-        )  # fmt: skip
+            taken.updates + 1,
+            [*map(sum, zip(taken.seconds, work, strict=True))],
+            [*map(sum, zip(taken.usual, usual, strict=True))],
+            taken.idle + max(0.0, late),
+        )
 
     def take(self) -> Busy | None:
         """Return the work since the last call; None where it is not known, and on all ranks but the first."""

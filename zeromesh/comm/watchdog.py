@@ -88,7 +88,7 @@ class Watchdog:
                 (Watchdog.check, partial(store.set, f"zeromesh/signs/{rank}", "")),
                 (Watchdog.judge, lambda: None),
             )
-        ]  # fmt: skip
+        ]
         for thread in threads:
             thread.start()
         weakref.finalize(self, _stop, gone, threads)
@@ -312,9 +312,12 @@ def _stop(gone: threading.Event, threads: list[Worker]) -> None:
 
 
 def _repeat(
-    watchdog: weakref.ref[Watchdog], pause: float, gone: threading.Event, act: Callable[[Watchdog], None],
+    watchdog: weakref.ref[Watchdog],
+    pause: float,
+    gone: threading.Event,
+    act: Callable[[Watchdog], None],
     at_end: Callable[[], None],
-) -> None:  # fmt: skip
+) -> None:
     with contextlib.suppress(RuntimeError):
         while not gone.wait(pause):
             alive = watchdog()

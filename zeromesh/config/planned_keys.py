@@ -27,9 +27,7 @@ _ASKS = {
 }
 
 
-def asked_of_planner(
-    source: str | Path | Mapping[str, Any] | Section, overrides: Sequence[str] = ()
-) -> frozenset[str]:  # fmt: skip
+def asked_of_planner(source: str | Path | Mapping[str, Any] | Section, overrides: Sequence[str] = ()) -> frozenset[str]:
     """Return what a configuration leaves to the planner: of ``MESH``, ``STAGE``, ``OFFLOAD`` and the micro-batch."""
     if isinstance(source, Section):
         return frozenset()  # settings have no "auto" any more

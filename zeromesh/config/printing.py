@@ -87,9 +87,11 @@ def is_auto(source: str | Path | Mapping[str, Any], overrides: Sequence[str], pa
 
 
 def refuse_unfilled(
-    source: str | Path | Mapping[str, Any] | Section, settings: Section, overrides: Sequence[str] = (),
+    source: str | Path | Mapping[str, Any] | Section,
+    settings: Section,
+    overrides: Sequence[str] = (),
     replaced_sections: Set[str] = frozenset(),
-) -> None:  # fmt: skip
+) -> None:
     """Raise ConfigError for each key that is "auto" and decides the result: learning rates and the precision.
 
     Args:
@@ -119,9 +121,11 @@ def refuse_unfilled(
 
 
 def tell_unset(
-    source: str | Path | Mapping[str, Any] | Section, settings: Section, used: Mapping[str, Any],
+    source: str | Path | Mapping[str, Any] | Section,
+    settings: Section,
+    used: Mapping[str, Any],
     overrides: Sequence[str] = (),
-) -> None:  # fmt: skip
+) -> None:
     """Warn of what is "auto" in one line, with the value that each key has now.
 
     Args:

@@ -229,9 +229,13 @@ class DeepSpeedEngine(Engine, nn.Module):
         self._accumulation.join()
 
     def compile(
-        self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, schedule: Any = None,
-        compiled_autograd_enabled: bool = False, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+        **options: Any,
+    ) -> None:
         """Compile each unit's forward; see ``Engine.compile``."""
         refuse("compile", "schedule", schedule, "the order of fetches follows from the run; leave it out")
         name = "compiled_autograd_enabled"
@@ -255,9 +259,15 @@ class DeepSpeedEngine(Engine, nn.Module):
         self._state.change_sizes(sizes)
 
     def deepspeed_io(
-        self, dataset: Any, batch_size: int | None = None, route: str = "train", pin_memory: bool = True,
-        data_sampler: Any = None, collate_fn: Any = None, num_local_io_workers: int | None = None,
-    ) -> Any:  # fmt: skip
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
         """Return a loader that gives each rank its share of a data set.
 
         Args:
@@ -294,9 +304,12 @@ class DeepSpeedEngine(Engine, nn.Module):
     # States.
 
     def offload_states(
-        self, include: Collection[Any] | None = None, device: Any = OffloadDeviceEnum.cpu, pin_memory: bool = True,
+        self,
+        include: Collection[Any] | None = None,
+        device: Any = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
         non_blocking: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Move states to host memory until ``reload_states``; None: all kinds; device ``none``: nothing.
 
         See ``Engine.offload_states``.

@@ -45,11 +45,20 @@ _WANTED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 def initialize(
-    args: Any = None, model: nn.Module | None = None, optimizer: Any = None, model_parameters: Any = None,
-    training_data: Any = None, lr_scheduler: Any = None, distributed_port: int | None = None, mpu: Any = None,
-    dist_init_required: bool | None = None, collate_fn: Any = None, config: Any = None, mesh_param: Any = None,
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
     config_params: Any = None,
-) -> tuple[DeepSpeedEngine, Any, Any, Any]:  # fmt: skip
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """Make a model train as the configuration says: DeepSpeed's ``initialize``, with its order of arguments.
 
     ``zeromesh.initialize`` describes the arguments.

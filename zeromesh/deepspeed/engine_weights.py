@@ -89,9 +89,12 @@ class Weights(Saves):
         return super().load_state_dict(state_dict, strict)
 
     def module_state_dict(
-        self, destination: Any = None, prefix: str = "", keep_vars: bool = False,
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         """Return the module's state dict with whole parameters, on every rank. Collective."""
         state = super().state_dict(prefix=prefix, keep_vars=keep_vars)
         state = {name: value for name, value in state.items() if name not in self._frozen(exclude_frozen_parameters)}
@@ -101,9 +104,14 @@ class Weights(Saves):
         return destination  # type: ignore[no-any-return]
 
     def load_module_state_dict(
-        self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Callable[..., Any] | None = None,
-        fetch_z3_params: bool = False, z3_params_to_fetch: Any = None, allowed_missing_keys: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+        z3_params_to_fetch: Any = None,
+        allowed_missing_keys: Any = None,
+    ) -> None:
         """Load ``checkpoint["module"]`` into the module. Collective, with the same values on all ranks.
 
         Args:
@@ -140,9 +148,13 @@ class Weights(Saves):
         return {name: value for name, value in state.items() if name not in frozen}
 
     def save_16bit_model(
-        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False, *, merge_adapters: bool = False,
-    ) -> bool:  # fmt: skip
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+        *,
+        merge_adapters: bool = False,
+    ) -> bool:
         """Write the model, in the dtype it computes in; a name that ends in ``.bin`` gives one file of torch.save.
 
         Other names are written as ``zeromesh.Engine`` does, in parts, with the configuration beside them. Collective.

@@ -49,9 +49,11 @@ def _tensors(folder: str | Path, tag: str | None, exclude_frozen: bool) -> Itera
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False,
+    checkpoint_dir: str | Path,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
-) -> dict[str, torch.Tensor]:  # fmt: skip
+) -> dict[str, torch.Tensor]:
     """Return the whole state dict of a checkpoint, on the host.
 
     Args:
@@ -82,9 +84,13 @@ def load_state_dict_from_zero_checkpoint(
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: str | Path, output_dir: str | Path, max_shard_size: str | int | None = "5GB",
-    safe_serialization: bool = False, tag: str | None = None, exclude_frozen_parameters: bool = False,
-) -> None:  # fmt: skip
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
     """Write a checkpoint's weights as files that ``from_pretrained`` of transformers opens.
 
     Args:

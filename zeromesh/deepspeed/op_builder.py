@@ -25,9 +25,13 @@ class OpBuilder:
 
 
 _THERE = {
-    "FusedAdam": "fused_adam", "CPUAdam": "cpu_adam", "CPUAdagrad": "cpu_adagrad", "CPULion": "cpu_lion",
-    "FusedLamb": "fused_lamb", "FusedLion": "fused_lion",
-}  # fmt: skip
+    "FusedAdam": "fused_adam",
+    "CPUAdam": "cpu_adam",
+    "CPUAdagrad": "cpu_adagrad",
+    "CPULion": "cpu_lion",
+    "FusedLamb": "fused_lamb",
+    "FusedLion": "fused_lion",
+}
 """Operators that there are, by their names in DeepSpeed's classes."""
 
 compatible_ops = defaultdict(bool, dict.fromkeys(_THERE.values(), True))

@@ -91,10 +91,17 @@ class FusedAdam(torch.optim.Adam, metaclass=Named):
     """
 
     def __init__(
-        self, params: ParamsT, lr: float = 1e-3, bias_correction: bool = True, betas: Betas = (0.9, 0.999),
-        eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False,
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
         set_grad_none: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         refuse("FusedAdam", "bias_correction", bias_correction, _BIAS, True)
         refuse("FusedAdam", "set_grad_none", set_grad_none, _NONE, True)
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=adam_w_mode)
@@ -108,10 +115,17 @@ class DeepSpeedCPUAdam(torch.optim.Adam, metaclass=Named):
     """
 
     def __init__(
-        self, model_params: ParamsT, lr: float = 1e-3, bias_correction: bool = True, betas: Betas = (0.9, 0.999),
-        eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False, adamw_mode: bool = True,
+        self,
+        model_params: ParamsT,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         refuse("DeepSpeedCPUAdam", "bias_correction", bias_correction, _BIAS, True)
         super().__init__(model_params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=adamw_mode)
         if fp32_optimizer_states:
@@ -126,9 +140,14 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad, metaclass=Named):
     """
 
     def __init__(
-        self, model_params: ParamsT, lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0,
-        amsgrad: bool = False, fp32_optimizer_states: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        model_params: ParamsT,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
         refuse("DeepSpeedCPUAdagrad", "amsgrad", amsgrad, "only Adam and AdamW have it; leave it out", False)
         super().__init__(model_params, lr=lr, weight_decay=weight_decay, eps=eps)
         if fp32_optimizer_states:
@@ -143,9 +162,13 @@ class FusedLion(Lion, metaclass=Named):
     """
 
     def __init__(
-        self, params: ParamsT, lr: float = 1e-3, betas: Betas = (0.9, 0.999), weight_decay: float = 0.0,
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        weight_decay: float = 0.0,
         set_grad_none: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         refuse("FusedLion", "set_grad_none", set_grad_none, _NONE, True)
         super().__init__(params, lr, betas, weight_decay)
 
@@ -154,9 +177,13 @@ class DeepSpeedCPULion(Lion, metaclass=Named):
     """Lion as ``FusedLion``."""
 
     def __init__(
-        self, model_params: ParamsT, lr: float = 1e-3, betas: Betas = (0.9, 0.999), weight_decay: float = 0.0,
+        self,
+        model_params: ParamsT,
+        lr: float = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        weight_decay: float = 0.0,
         fp32_optimizer_states: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(model_params, lr, betas, weight_decay)
         if fp32_optimizer_states:
             _keep_fp32(self)
@@ -170,14 +197,29 @@ class FusedLamb(Lamb, metaclass=Named):
     """
 
     def __init__(
-        self, params: ParamsT, lr: float = 1e-3, bias_correction: bool = True, betas: Betas = (0.9, 0.999),
-        eps: float = 1e-8, eps_inside_sqrt: bool = False, weight_decay: float = 0.0, max_grad_norm: float = 0.0,
-        max_coeff: float = 10.0, min_coeff: float = 0.01, amsgrad: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> None:
         refuse("FusedLamb", "eps_inside_sqrt", eps_inside_sqrt, "eps is added to the root; leave it out", False)
         refuse("FusedLamb", "max_grad_norm", float(max_grad_norm), "set gradient_clipping in the configuration", 0.0)
         refuse("FusedLamb", "amsgrad", amsgrad, "only Adam and AdamW have it; leave it out", False)
         super().__init__(
-            params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=bias_correction,
-            max_coeff=max_coeff, min_coeff=min_coeff,
-        )  # fmt: skip
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            bias_correction=bias_correction,
+            max_coeff=max_coeff,
+            min_coeff=min_coeff,
+        )

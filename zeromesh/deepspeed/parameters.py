@@ -171,9 +171,11 @@ def _part(parameter: nn.Parameter) -> torch.Tensor:
 
 @contextmanager
 def GatheredParameters(
-    params: nn.Parameter | Iterable[nn.Parameter | None] | None, modifier_rank: int | None = None,
-    fwd_module: nn.Module | None = None, enabled: bool = True,
-) -> Iterator[None]:  # fmt: skip
+    params: nn.Parameter | Iterable[nn.Parameter | None] | None,
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
     """``zeromesh.zero.GatheredParameters``, also of what was built under ``ZeroInit`` and has no engine yet.
 
     Such parameters are made at the first call and stay whole on each rank until ``initialize``, with the first rank's

@@ -193,9 +193,14 @@ class PipelineEngine(DeepSpeedEngine):
         return loss
 
     def eval_batch(
-        self, data_iter: Iterator[Any] | None, return_logits: bool = False, compute_loss: bool = True,
-        reduce_output: str | None = "avg", bcast_loss: bool = True, num_micro_batches: int | None = None,
-    ) -> Any:  # fmt: skip
+        self,
+        data_iter: Iterator[Any] | None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
         """Return the mean loss of micro-batches, without gradients; without ``loss_fn``, the mean of the outputs.
 
         Args:

@@ -28,10 +28,15 @@ _states: dict[str, torch.Tensor] = {}
 
 
 def configure(
-    mpu_: Any = None, deepspeed_config: Any = None, partition_activations: bool | None = None,
-    contiguous_checkpointing: bool | None = None, num_checkpoints: int | None = None,
-    checkpoint_in_cpu: bool | None = None, synchronize: bool | None = None, profile: bool | None = None,
-) -> None:  # fmt: skip
+    mpu_: Any = None,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
     """Say where ``checkpoint`` keeps its inputs until the backward.
 
     With ``partition_activations`` each tensor-parallel rank keeps a part of them, with ``checkpoint_in_cpu`` they wait

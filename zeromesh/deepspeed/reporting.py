@@ -118,9 +118,13 @@ class OperationProfiler:
         return duration_to_string(seconds) if as_string else seconds
 
     def print_model_profile(
-        self, profile_step: int = 1, module_depth: int = -1, top_modules: int = 1, detailed: bool = True,
+        self,
+        profile_step: int = 1,
+        module_depth: int = -1,
+        top_modules: int = 1,
+        detailed: bool = True,
         output_file: str | Path | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Print, or write anew to ``output_file``, the counts of the modules to ``module_depth``; -1: of all.
 
         ``profile_step`` is named in the first line. ``detailed`` lists all modules, else the ``top_modules`` with the
@@ -151,11 +155,20 @@ class OperationProfiler:
 
 
 def get_model_profile(
-    model: nn.Module, input_shape: Sequence[int] | None = None, args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None, print_profile: bool = True, detailed: bool = True, module_depth: int = -1,
-    top_modules: int = 1, warm_up: int = 1, as_string: bool = True, output_file: str | Path | None = None,
-    ignore_modules: Sequence[type] | None = None, mode: str = "forward",
-) -> tuple[Any, Any, Any]:  # fmt: skip
+    model: nn.Module,
+    input_shape: Sequence[int] | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    print_profile: bool = True,
+    detailed: bool = True,
+    module_depth: int = -1,
+    top_modules: int = 1,
+    warm_up: int = 1,
+    as_string: bool = True,
+    output_file: str | Path | None = None,
+    ignore_modules: Sequence[type] | None = None,
+    mode: str = "forward",
+) -> tuple[Any, Any, Any]:
     """Return the operations, MACs and parameters of one forward of a model, in evaluation mode.
 
     Inputs are a tensor of ones of ``input_shape``, and ``args`` and ``kwargs``. ``warm_up`` forwards come before that

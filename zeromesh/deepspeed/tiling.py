@@ -41,10 +41,18 @@ class TiledLayer(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, in_splits: int = 1, out_splits: int = 1,
-        input_is_already_split: bool = False, combine_out_splits: bool = True,
-        linear_cls: Callable[..., Any] = nn.Linear, init_linear: Any = None, **kwargs: Any,
-    ) -> None:  # fmt: skip
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        in_splits: int = 1,
+        out_splits: int = 1,
+        input_is_already_split: bool = False,
+        combine_out_splits: bool = True,
+        linear_cls: Callable[..., Any] = nn.Linear,
+        init_linear: Any = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
         self.in_splits, self.out_splits = in_splits, out_splits

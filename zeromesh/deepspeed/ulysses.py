@@ -25,9 +25,14 @@ class DistributedAttention(nn.Module):
     """
 
     def __init__(
-        self, local_attention: nn.Module, sequence_process_group: dist.ProcessGroup, scatter_idx: int = 2,
-        gather_idx: int = 0, sp_stream: Any = None, num_kv_heads: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        local_attention: nn.Module,
+        sequence_process_group: dist.ProcessGroup,
+        scatter_idx: int = 2,
+        gather_idx: int = 0,
+        sp_stream: Any = None,
+        num_kv_heads: int | None = None,
+    ) -> None:
         refuse("DistributedAttention", "sp_stream", sp_stream, "leave it out; collectives have their own stream")
         super().__init__()
         self.local_attn, self.spg = local_attention, sequence_process_group
@@ -35,9 +40,15 @@ class DistributedAttention(nn.Module):
         _require_divisor(num_kv_heads or 0, "num_kv_heads", self.spg)
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int = 0, rotary_pos_emb: Any = None,
-        *args: Any, **kwargs: Any,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batch_dim_idx: int = 0,
+        rotary_pos_emb: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
         """Return this rank's part of the sequence of the attention's output, from that of queries, keys and values.
 
         Keys and values may have fewer heads. ``batch_dim_idx`` has no effect: the dims of heads and sequence say all.

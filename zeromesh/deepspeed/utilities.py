@@ -106,9 +106,12 @@ def get_global_norm_of_tensors(
 
 
 def clip_tensors_by_global_norm(
-    input_tensors: Iterable[torch.Tensor], max_norm: float = 1.0, global_norm: Any = None, mpu: Any = None,
+    input_tensors: Iterable[torch.Tensor],
+    max_norm: float = 1.0,
+    global_norm: Any = None,
+    mpu: Any = None,
     eps: float = 1e-6,
-) -> Any:  # fmt: skip
+) -> Any:
     """Scale tensors in place where their norm is larger than ``max_norm``; return the norm."""
     tensors = [tensor.detach() for tensor in input_tensors]
     norm = get_global_norm_of_tensors(tensors, mpu=mpu) if global_norm is None else global_norm

@@ -24,9 +24,11 @@ class WithLoss(ABC):
 
 
 def loss_of(
-    batch: Any, model: Callable[..., Any], loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    batch: Any,
+    model: Callable[..., Any],
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
     in_pairs: bool = False,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Return the loss of one micro-batch, a scalar.
 
     Args:
@@ -169,8 +171,13 @@ def tell_uneven(samples: Sequence[float], number: int) -> bool:
         "in update %d rank %d computed on %g samples at a time, and rank %d on %g: gradients are means over ranks, so "
         "a sample of the smaller micro-batch weighs %.3g times as much; feed each rank as many, or sum the loss and "
         "divide it by the samples of all ranks, times engine.data_size",
-        number, sizes[small], small, sizes[large], large, large / small,
-    )  # fmt: skip
+        number,
+        sizes[small],
+        small,
+        sizes[large],
+        large,
+        large / small,
+    )
     return True
 
 

@@ -40,10 +40,15 @@ class Computation:
     """Forward and backward of one model; ``explain`` returns a note for errors that say that memory is used up."""
 
     def __init__(
-        self, sharded: ShardedModel, precision: Precision, observer: Observer,
-        loss_fn: Callable[[Any, Any], torch.Tensor] | None, sizes: batches.MicroBatchSizes, explain: Callable[[], str],
+        self,
+        sharded: ShardedModel,
+        precision: Precision,
+        observer: Observer,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None,
+        sizes: batches.MicroBatchSizes,
+        explain: Callable[[], str],
         curriculum: LengthCurriculum | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         # No reference to the engine: hooks of the model lead here, and the engine goes away with its last user.
         self._sharded, self._model, self._mesh = sharded, sharded.model, sharded.mesh
         self._precision, self._observer, self._loss_fn = precision, observer, loss_fn
@@ -98,9 +103,13 @@ class Computation:
         return batches.loss_of(batch, self.forward, self._loss_fn, isinstance(self._model, Chain))
 
     def differentiate(
-        self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], last: bool,
-        retain_graph: bool = False, reduces: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        roots: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+        last: bool,
+        retain_graph: bool = False,
+        reduces: bool = True,
+    ) -> None:
         """Have autograd compute gradients, and reduce those of units that are done with.
 
         ``last`` says that an update follows, ``reduces`` that units are reduced here.

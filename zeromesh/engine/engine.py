@@ -382,9 +382,14 @@ class Engine:
         return torch.promote_types(next(dtypes, torch.float32), torch.float32)
 
     def eval_batch(
-        self, data_iter: Iterator[Any], return_logits: bool = False, compute_loss: bool = True,
-        reduce_output: str | None = "avg", bcast_loss: bool = True, num_micro_batches: int | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> torch.Tensor:
         """Return the mean loss of micro-batches, without gradients: 0-dim, the same on every rank.
 
         Args:

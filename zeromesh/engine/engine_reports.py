@@ -47,9 +47,12 @@ class Reports:
         return reports.memory(state.sharded, state.optimizer, state.activations, state.before)
 
     def prediction_report(
-        self, model: nn.Module | Callable[[], nn.Module], inputs: Mapping[str, Any],
-        loss: Callable[[Any], torch.Tensor] | None = None, memory: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        inputs: Mapping[str, Any],
+        loss: Callable[[Any], torch.Tensor] | None = None,
+        memory: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """Return what the planner foresees of this rank's memory and of a step beside what was measured.
 
         It traces the model without memory, and measures the machine where neither ``ZEROMESH_MACHINE`` names its file

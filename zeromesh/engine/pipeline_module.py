@@ -63,10 +63,14 @@ class TiedLayerSpec(LayerSpec):
     """
 
     def __init__(
-        self, key: str, typename: type[nn.Module], *module_args: Any,
-        forward_fn: Callable[[Any, Any], Any] | None = None, tied_weight_attr: str | Sequence[str] = ("weight",),
+        self,
+        key: str,
+        typename: type[nn.Module],
+        *module_args: Any,
+        forward_fn: Callable[[Any, Any], Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = ("weight",),
         **module_kwargs: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(typename, *module_args, **module_kwargs)
         if not isinstance(key, str) or not key or "." in key or hasattr(nn.ModuleDict(), key):
             raise ValueError(
@@ -102,13 +106,20 @@ class PipelineModule(Chain):
     """
 
     def __init__(
-        self, layers: Iterable[Any], num_stages: int | None = None, topology: Any = None,
-        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None, seed_layers: bool = False,
-        seed_fn: Callable[[int], Any] | None = None, base_seed: int = 1234,
-        partition_method: str | Sequence[int] = "parameters", activation_checkpoint_interval: int = 0,
+        self,
+        layers: Iterable[Any],
+        num_stages: int | None = None,
+        topology: Any = None,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
+        partition_method: str | Sequence[int] = "parameters",
+        activation_checkpoint_interval: int = 0,
         activation_checkpoint_func: Callable[..., Any] = checkpoint,
-        checkpointable_layers: Sequence[str] | None = None, dynamic_shape: bool = False,
-    ) -> None:  # fmt: skip
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
+    ) -> None:
         super().__init__()
         self.num_stages = _stages(num_stages, topology)
         self.tensor_ranks = _axis(topology, "model")

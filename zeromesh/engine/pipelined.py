@@ -254,9 +254,13 @@ class StageWork:
             return self._computation.loss(batch)
 
     def stage_backward(
-        self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor | None] | None, last: bool,
+        self,
+        stage: int,
+        roots: Sequence[Tensor],
+        gradients: Sequence[Tensor | None] | None,
+        last: bool,
         operands: Kept | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Run a stage's part of the backward of a micro-batch; see ``Work``."""
         if gradients is None:
             accumulation = self._sharded.accumulation

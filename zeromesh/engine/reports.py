@@ -44,9 +44,11 @@ def memory_before(model: nn.Module, device: torch.device) -> Before:
 
 
 def memory(
-    sharded: ShardedModel, optimizer: Optimizer | None, activations: ActivationStore | None = None,
+    sharded: ShardedModel,
+    optimizer: Optimizer | None,
+    activations: ActivationStore | None = None,
     before: Before | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return the most bytes of this rank by state and tier.
 
     Returns:

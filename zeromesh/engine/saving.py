@@ -28,9 +28,13 @@ class Saves:
         self._state = state
 
     def save_checkpoint(
-        self, save_dir: str | Path, tag: str | None = None, client_state: dict[str, Any] | None = None,
-        save_latest: bool = True, exclude_frozen_parameters: bool = False,
-    ) -> Path:  # fmt: skip
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> Path:
         """Write all that a resumed run needs to ``save_dir/tag``; each rank writes its shards. Collective.
 
         The checkpoint appears whole or not at all; an earlier one of this tag stays until then. Older ones go away
@@ -108,8 +112,10 @@ class Saves:
         if self._state.accumulation.begun and self._state.mesh.rank == 0:
             _log.warning(
                 "%s() between a backward and its update: the checkpoint is that of update %d, without the gradients "
-                "of the micro-batches since, which a resumed run computes again", call, self._state.global_steps,
-            )  # fmt: skip
+                "of the micro-batches since, which a resumed run computes again",
+                call,
+                self._state.global_steps,
+            )
 
     def _take_up_changes(self) -> None:
         # The user may have written to parameters since the last update; masters, which are saved, take that up first.
@@ -128,10 +134,17 @@ class Saves:
         return self._state.background.wait()
 
     def load_checkpoint(
-        self, load_dir: str | Path, tag: str | None = None, load_module_strict: bool = True,
-        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
-        custom_load_fn: Callable[..., Any] | None = None, *, load_data_position: bool = True,
-    ) -> tuple[str | None, dict[str, Any]]:  # fmt: skip
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+        *,
+        load_data_position: bool = True,
+    ) -> tuple[str | None, dict[str, Any]]:
         """Continue from a checkpoint of any number of ranks and any ZeRO stage. Collective. See docs/checkpoints.md.
 
         Args:
@@ -240,9 +253,13 @@ class Saves:
         return export.full_weights(self._state.sharded, dtype, only_first_rank)
 
     def save_16bit_model(
-        self, save_dir: str | Path, save_filename: str = "model.safetensors",
-        exclude_frozen_parameters: bool = False, *, merge_adapters: bool = False,
-    ) -> bool:  # fmt: skip
+        self,
+        save_dir: str | Path,
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+        *,
+        merge_adapters: bool = False,
+    ) -> bool:
         """Write the model, in the dtype it computes in, as a folder that ``from_pretrained`` opens. Collective.
 
         A model of transformers gets its configuration beside the weights; of one with PEFT's adapters, these are

@@ -44,9 +44,12 @@ class Update:
     """Updates of one model by one optimizer."""
 
     def __init__(
-        self, sharded: ShardedModel, config: Resolved, optimizer: Optimizer | None,
+        self,
+        sharded: ShardedModel,
+        config: Resolved,
+        optimizer: Optimizer | None,
         save_failed: Callable[[], bool] = lambda: False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         scaler = sharded.accumulation.scaler
         assert scaler is None or isinstance(scaler, LossScaler)
         self.scaler = scaler  # None where losses are not scaled

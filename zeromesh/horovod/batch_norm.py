@@ -17,9 +17,13 @@ class SyncBatchNorm(SynchronisedBatchNorm):
     """
 
     def __init__(
-        self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True,
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
         track_running_stats: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(torch.nn.BatchNorm1d(num_features, eps, momentum, affine, track_running_stats), None)
 
     def _gather(self, row: torch.Tensor) -> torch.Tensor:

@@ -175,9 +175,13 @@ def _reduce(
     split = options.predivide if options.op is Average else 1.0
     sent = [tensor for tensor, _ in pairs]
     handle = grouped_allreduce_async_(
-        sent, name=name, op=options.op, prescale_factor=1.0 / split, postscale_factor=split,
+        sent,
+        name=name,
+        op=options.op,
+        prescale_factor=1.0 / split,
+        postscale_factor=split,
         process_set=options.process_set,
-    )  # fmt: skip
+    )
 
     def finish() -> None:
         for place, (result, (_, ctx)) in enumerate(zip(handle(), pairs, strict=True)):
@@ -270,9 +274,11 @@ class _Distributed(torch.optim.Optimizer):
         with torch.no_grad():
             changes = [parameter - old for parameter, old in zip(parameters, before, strict=True)]
             _reduce(
-                "adasum.changes", changes, self._reduction.options,
+                "adasum.changes",
+                changes,
+                self._reduction.options,
                 lambda place, change: parameters[place].copy_(before[place] + change),
-            )()  # fmt: skip
+            )()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -296,11 +302,17 @@ class _Distributed(torch.optim.Optimizer):
 
 
 def DistributedOptimizer(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Parameter]] | None = None,
-    compression: Any = Compression.none, backward_passes_per_step: int = 1, op: int = Average,
-    gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Any = None, sparse_as_dense: bool = False,
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, Parameter]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
-) -> Any:  # fmt: skip
+) -> Any:
     """Return an optimizer of a class derived from the given one's, whose gradients are reduced over the ranks.
 
     Args:
@@ -351,11 +363,15 @@ def _passes(passes: int) -> int:
 
 def _names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Parameter]] | None) -> dict[Parameter, str]:
     """Return the name of each parameter."""
-    pairs = list(named) if named is not None else [
-        (f"allreduce.noname.{number}.{place}", parameter)
-        for number, group in enumerate(optimizer.param_groups)
-        for place, parameter in enumerate(group["params"])
-    ]  # fmt: skip
+    pairs = (
+        list(named)
+        if named is not None
+        else [
+            (f"allreduce.noname.{number}.{place}", parameter)
+            for number, group in enumerate(optimizer.param_groups)
+            for place, parameter in enumerate(group["params"])
+        ]
+    )
     if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
         raise ValueError("named_parameters must be pairs of a name and a parameter, as model.named_parameters() gives")
     seen = [name for name, _ in pairs]

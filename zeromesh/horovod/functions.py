@@ -67,9 +67,12 @@ def broadcast_value(value: Any, root_rank: int, name: str, process_set: ProcessS
     """Return the value of ``root_rank``, which a checkpoint could hold; nothing is pickled. Raise ValueError if not."""
     numbers = count()
     return share_value(
-        value, f"{name} of rank {root_rank}", world_for(name).environment.rank == root_rank,
-        lambda data: broadcast_(data, root_rank, f"{name}.{next(numbers)}", process_set), torch.device("cpu"),
-    )  # fmt: skip
+        value,
+        f"{name} of rank {root_rank}",
+        world_for(name).environment.rank == root_rank,
+        lambda data: broadcast_(data, root_rank, f"{name}.{next(numbers)}", process_set),
+        torch.device("cpu"),
+    )
 
 
 def _pickled(call: str, obj: Any) -> bytes:

@@ -14,9 +14,12 @@ from zeromesh.horovod.negotiation import ReduceOp
 Tensors = list[torch.Tensor]
 
 TORCH_OPS = {
-    ReduceOp.Average: dist.ReduceOp.SUM, ReduceOp.Sum: dist.ReduceOp.SUM, ReduceOp.Min: dist.ReduceOp.MIN,
-    ReduceOp.Max: dist.ReduceOp.MAX, ReduceOp.Product: dist.ReduceOp.PRODUCT,
-}  # fmt: skip
+    ReduceOp.Average: dist.ReduceOp.SUM,
+    ReduceOp.Sum: dist.ReduceOp.SUM,
+    ReduceOp.Min: dist.ReduceOp.MIN,
+    ReduceOp.Max: dist.ReduceOp.MAX,
+    ReduceOp.Product: dist.ReduceOp.PRODUCT,
+}
 
 CARRIED = {torch.bool: torch.uint8, torch.int16: torch.int32}
 """Dtypes that backends do not reduce, and those in which they are."""
@@ -123,9 +126,12 @@ def _all_to_all(members: Members, decision: dict[str, Any], tensors: Tensors) ->
     size = _row_bytes(tensor)
     out = tensor.new_empty(sum(received), *tensor.shape[1:])
     dist.all_to_all_single(
-        _bytes(out), _bytes(tensor), [rows * size for rows in received],
-        [rows * size for rows in splits[members.rank]], group=members.group,
-    )  # fmt: skip
+        _bytes(out),
+        _bytes(tensor),
+        [rows * size for rows in received],
+        [rows * size for rows in splits[members.rank]],
+        group=members.group,
+    )
     return out, torch.tensor(received, dtype=torch.int32)
 
 
@@ -147,7 +153,10 @@ def _reduce_scatter(members: Members, decision: dict[str, Any], tensors: Tensors
 
 
 MOVES: dict[str, Callable[[Members, dict[str, Any], Tensors], Any]] = {
-    "allreduce": _reduce, "allgather": _all_gather, "alltoall": _all_to_all, "broadcast": _broadcast,
+    "allreduce": _reduce,
+    "allgather": _all_gather,
+    "alltoall": _all_to_all,
+    "broadcast": _broadcast,
     "reducescatter": _reduce_scatter,
-}  # fmt: skip
+}
 """Kind -> function that returns one result for each tensor; that of alltoall: the rows, and the splits received."""

@@ -100,9 +100,13 @@ def _listed(call: str, argument: Any) -> list[torch.Tensor]:
 
 
 def _start(
-    call: str, argument: Any, name: str | None, process_set: ProcessSet,
-    finish: Callable[[Any], Any] | None = None, **fields: Any,
-) -> Handle:  # fmt: skip
+    call: str,
+    argument: Any,
+    name: str | None,
+    process_set: ProcessSet,
+    finish: Callable[[Any], Any] | None = None,
+    **fields: Any,
+) -> Handle:
     """Start the operation of the public function ``call``, ``[grouped_]KIND[_async][_]``, and return its handle.
 
     With ``_`` at the end, results are written into the given tensors. ``finish`` makes another result of the list.
@@ -211,9 +215,14 @@ class _WithGradient(torch.autograd.Function):
 
 
 def _apply(
-    call: str, argument: Any, name: str | None, process_set: ProcessSet, back: Back,
-    compression: Any = Compression.none, **fields: Any,
-) -> Any:  # fmt: skip
+    call: str,
+    argument: Any,
+    name: str | None,
+    process_set: ProcessSet,
+    back: Back,
+    compression: Any = Compression.none,
+    **fields: Any,
+) -> Any:
     """Return the result of the operation of ``call``, whose gradient ``back`` makes of those of the results."""
     included_members(process_set, call)
     pairs = [compression.compress(tensor) for tensor in _listed(call, argument)]
@@ -233,10 +242,16 @@ def _require_gradient(call: str, op: ReduceOp) -> None:
 
 
 def _allreduce(
-    _call: str, tensor: Any, average: bool | None = None, name: str | None = None, compression: Any = Compression.none,
-    op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    _call: str,
+    tensor: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Any:  # fmt: skip
+) -> Any:
     """Reduce a tensor over the ranks; return a new one.
 
     ``grouped_allreduce`` takes and returns a list; none of its tensors is reduced before all ranks have given all.
@@ -306,9 +321,12 @@ grouped_allgather_async = _variant("grouped_allgather_async", _allgather)
 
 
 def _broadcast(
-    call: str, tensor: torch.Tensor, root_rank: int, name: str | None = None,
+    call: str,
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Any:  # fmt: skip
+) -> Any:
     """Return the tensor of rank ``root_rank``, a global rank also in a process set.
 
     The gradient is the mean of all ranks' on ``root_rank``, and zeros on the others. ``_async`` returns a handle for
@@ -332,9 +350,12 @@ broadcast_async_ = _variant("broadcast_async_", _broadcast)
 
 
 def _alltoall(
-    _call: str, tensor: torch.Tensor, splits: Any = None, name: str | None = None,
+    _call: str,
+    tensor: torch.Tensor,
+    splits: Any = None,
+    name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Any:  # fmt: skip
+) -> Any:
     """Send consecutive rows to each rank, and return those received, in the order of ranks.
 
     Args:
@@ -369,9 +390,15 @@ alltoall_async = _variant("alltoall_async", _alltoall)
 
 
 def _reducescatter(
-    call: str, tensor: Any, name: str | None = None, compression: Any = Compression.none, op: int = Average,
-    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-) -> Any:  # fmt: skip
+    call: str,
+    tensor: Any,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
     """Reduce a tensor over the ranks and return this rank's rows; the first ranks get one more if they do not divide.
 
     The gradient is an allgather; with ``Sum``, times the number of ranks. ``grouped_reducescatter`` takes and returns a

@@ -112,6 +112,9 @@ def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
 
 
 __all__ = [
-    "ProcessSet", "add_process_set", "get_process_set_ids_and_ranks", "global_process_set",
+    "ProcessSet",
+    "add_process_set",
+    "get_process_set_ids_and_ranks",
+    "global_process_set",
     "remove_process_set",
-]  # fmt: skip
+]

@@ -61,8 +61,10 @@ class WrongArgument(ValueError, RuntimeError):
 
 
 ERRORS: dict[str, type[RuntimeError]] = {
-    "lost": HorovodInternalError, "contradiction": Contradiction, "argument": WrongArgument
-}  # fmt: skip
+    "lost": HorovodInternalError,
+    "contradiction": Contradiction,
+    "argument": WrongArgument,
+}
 """Kinds of failures of the negotiation."""
 
 
@@ -133,18 +135,29 @@ class World:
             thread.start()
 
     def submit(
-        self, kind: str, name: str | None, number: int, tensors: Sequence[torch.Tensor],
-        finish: Callable[[Any], Any] = lambda results: results, **fields: Any,
-    ) -> Handle:  # fmt: skip
+        self,
+        kind: str,
+        name: str | None,
+        number: int,
+        tensors: Sequence[torch.Tensor],
+        finish: Callable[[Any], Any] = lambda results: results,
+        **fields: Any,
+    ) -> Handle:
         """Ask for an operation on process set ``number``; ``fields`` are those of the kind."""
         if name is None:
             self._counts[number, kind] += 1
             name = f"noname.{self._counts[number, kind]}"
         request: Request = {
-            "kind": kind, "name": name, "set": number, "shapes": [list(tensor.shape) for tensor in tensors],
+            "kind": kind,
+            "name": name,
+            "set": number,
+            "shapes": [list(tensor.shape) for tensor in tensors],
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
-            "devices": sorted({tensor.device.type for tensor in tensors}), "splits": None, "ranks": [], "problem": "",
-        } | fields  # fmt: skip
+            "devices": sorted({tensor.device.type for tensor in tensors}),
+            "splits": None,
+            "ranks": [],
+            "problem": "",
+        } | fields
         dense = [tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in tensors]
         handle = Handle(key_of(request), dense, finish)
         _synchronize(tensors)  # another thread goes on, with a stream of its own

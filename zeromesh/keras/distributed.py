@@ -239,9 +239,12 @@ def _require_own_optimizer(model: Any) -> None:
 
 
 def distribute(
-    model: Any, config: str | Path | Mapping[str, Any] | Settings, *, own_batches: bool = False,
+    model: Any,
+    config: str | Path | Mapping[str, Any] | Settings,
+    *,
+    own_batches: bool = False,
     joint_statistics: bool = True,
-) -> Any:  # fmt: skip
+) -> Any:
     """Let a compiled Keras model train, evaluate and predict on all ranks, with its own optimizer. Collective.
 
     The model is changed in place. Equal to Keras on one process over the joint batches, up to rounding; ``dropout``

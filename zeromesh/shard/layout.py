@@ -48,9 +48,13 @@ class Layout:
 
     @classmethod
     def build(
-        cls, named_shapes: Sequence[tuple[str, torch.Size]], dtype: torch.dtype, trainable: bool, shards: int,
+        cls,
+        named_shapes: Sequence[tuple[str, torch.Size]],
+        dtype: torch.dtype,
+        trainable: bool,
+        shards: int,
         split: Mapping[str, Held] | None = None,
-    ) -> Layout:  # fmt: skip
+    ) -> Layout:
         """Lay the parameters out one after the other; of those in ``split``, what this rank holds."""
         align = max(1, ALIGNMENT // dtype.itemsize)
         segments, position = [], 0

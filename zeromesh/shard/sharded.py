@@ -63,10 +63,15 @@ class ShardedModel:
     """
 
     def __init__(
-        self, model: nn.Module, mesh: Mesh, sharding: Sharding, part: ModelPart | None = None,
-        accumulation: Accumulation | None = None, materialise: Materialise | None = None,
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        sharding: Sharding,
+        part: ModelPart | None = None,
+        accumulation: Accumulation | None = None,
+        materialise: Materialise | None = None,
         prepare: Prepare | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         row, precision, slots, part = sharding.row, sharding.precision, sharding.slots, part or ModelPart()
         self.model, self.mesh, self.row, self.idle = model, mesh, row, part.idle
         self.sharded = row.parameter is Placement.SHARDED
@@ -85,9 +90,13 @@ class ShardedModel:
         self.flats = [*of_units, *self.tables.flats]
         self.names = {id(p): s.name for f in self.flats for p, s in zip(f.parameters, f.layout.segments, strict=True)}
         policy = GradientPolicy.of(
-            row, wire=precision.communicate, accumulate=precision.accumulate, slots=slots.gradient,
-            predivide=sharding.predivide, summed=sharding.summed,
-        )  # fmt: skip
+            row,
+            wire=precision.communicate,
+            accumulate=precision.accumulate,
+            slots=slots.gradient,
+            predivide=sharding.predivide,
+            summed=sharding.summed,
+        )
         self.link = Link(mesh.device)
         gradients = [flat.gradient for flat in self.flats if flat.gradient]
         self.reducer = Reducer(gradients, policy, mesh, self.accumulation.steps > 1, self.link, self.tables)
@@ -275,9 +284,11 @@ class ShardedModel:
             self.forget_gradients()
 
     def publish(
-        self, update: Callable[[Flat, Iterator[StateWindow]], None] | None = None, counted: Collection[Flat] = (),
+        self,
+        update: Callable[[Flat, Iterator[StateWindow]], None] | None = None,
+        counted: Collection[Flat] = (),
         adopt: Callable[[Flat], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write the masters, which have changed, to the shards, and send the new parameters, in the order of use."""
         # Slots hold parameters from before the update, and would be sent from, or land in, memory that changes.
         self.rest()

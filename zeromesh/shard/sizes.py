@@ -325,9 +325,13 @@ class FullGradient(NamedTuple):
 
 
 def full_gradient(
-    elements: tuple[float, float, float], widths: tuple[int, int, int], converts: bool, lands: bool, adopted: bool,
+    elements: tuple[float, float, float],
+    widths: tuple[int, int, int],
+    converts: bool,
+    lands: bool,
+    adopted: bool,
     number: int = 1,
-) -> FullGradient:  # fmt: skip
+) -> FullGradient:
     """Return the bytes of a gradient, of elements of the unit, of a shard and of parts that are received."""
     (full, shard, received), (width, wire, shard_width) = elements, widths  # the widths: whole, sent, and of sums
     return FullGradient(

@@ -246,9 +246,12 @@ def _show_node(console: Console, node: Mapping[str, Any]) -> None:
     rows += [(name, row["version"] or f"not installed: {row['install']}") for name, row in versions["packages"].items()]
     _table(console, f"versions on {node['host']}", ("", ""), rows)
     rows = [
-        (f"{row['type']}:{row['index']}", f"{row['name'] or ''}, {_bytes(row['memory_bytes'])}, "
-        f"{_bytes(row['free_bytes'])} free") for row in node["devices"]
-    ]  # fmt: skip
+        (
+            f"{row['type']}:{row['index']}",
+            f"{row['name'] or ''}, {_bytes(row['memory_bytes'])}, {_bytes(row['free_bytes'])} free",
+        )
+        for row in node["devices"]
+    ]
     instructions = ", ".join(cores["instructions"]) or "none of those that matter"
     rows += [
         ("processor", f"{cores['model']}, {counted(cores['cores'], 'core')}"),

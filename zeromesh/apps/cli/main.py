@@ -132,9 +132,16 @@ def convert(
         from zeromesh.checkpoint.weights.convert import convert_checkpoint
 
         convert_checkpoint(
-            source, target, to, tag=tag, model=model, strip=strip, weights_only=weights_only, ranks=ranks,
+            source,
+            target,
+            to,
+            tag=tag,
+            model=model,
+            strip=strip,
+            weights_only=weights_only,
+            ranks=ranks,
             console=make_console(),
-        )  # fmt: skip
+        )
 
 
 @app.command()

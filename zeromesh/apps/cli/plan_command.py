@@ -50,9 +50,16 @@ class PlanQuestion:
 
 
 def machine_of(
-    file: Path | None, gpu: str, gpus: int | None, nodes: int, node: str, inside: str, between: str,
-    host_memory: float | None, price: float,
-) -> Machine:  # fmt: skip
+    file: Path | None,
+    gpu: str,
+    gpus: int | None,
+    nodes: int,
+    node: str,
+    inside: str,
+    between: str,
+    host_memory: float | None,
+    price: float,
+) -> Machine:
     """Return the machine of a file, or of names; raise ValueError for both or neither."""
     if file is None:
         if not gpu and not node:

@@ -50,9 +50,15 @@ def run(question: VerifyQuestion) -> Verdict:
         model, batch, changes = configured(settings, question.ranks, question.whole)
     progress = Console(stderr=True, soft_wrap=True, highlight=False, quiet=not is_first())
     report = verify(
-        model, settings, batch, steps=question.steps, ranks=question.ranks, whole=question.whole,
-        timeout=question.timeout, tell=progress.print,
-    )  # fmt: skip
+        model,
+        settings,
+        batch,
+        steps=question.steps,
+        ranks=question.ranks,
+        whole=question.whole,
+        timeout=question.timeout,
+        tell=progress.print,
+    )
     report.changes[:0] = changes
     if is_first():
         _write(question, report)

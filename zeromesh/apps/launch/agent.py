@@ -61,9 +61,7 @@ class LaunchPlan:
     start_method: str = "spawn"  # or fork, for functions
 
 
-def run(
-    command: Sequence[Any], plan: LaunchPlan, folder: Path, report: Callable[[str], None]
-) -> Mapping[int, Any]:  # fmt: skip
+def run(command: Sequence[Any], plan: LaunchPlan, folder: Path, report: Callable[[str], None]) -> Mapping[int, Any]:
     """Run a command or a function as every rank of this node, wait for it, and return a function's results by rank.
 
     ``folder`` is an empty one for files that live as long as the run. ``report`` receives lines for the user.

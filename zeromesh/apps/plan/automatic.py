@@ -60,9 +60,13 @@ def choose_layout(chosen: Arguments, settings: Chosen, world: Group, environment
 
 
 def filled_in(
-    settings: Chosen, asked: frozenset[str], example: Example, environment: Environment, world: Group | None,
+    settings: Chosen,
+    asked: frozenset[str],
+    example: Example,
+    environment: Environment,
+    world: Group | None,
     own_batches: bool = True,
-) -> Chosen:  # fmt: skip
+) -> Chosen:
     """Return the settings with what is asked filled in by the planner, from an example; raise as ``choose_layout``.
 
     Without ``world`` this process will start the ranks. Only with ``own_batches`` may ranks share layers.
@@ -97,10 +101,15 @@ def _plan(
     machine = machine_here(ranks, environment.world_size // ranks)
     batch = settings.train_batch_size or stated_layout.samples
     request = PlanRequest(
-        source, machine, batch, sequence, replace(limits, causal=False, positions=0), widths=stated_layout.widths,
+        source,
+        machine,
+        batch,
+        sequence,
+        replace(limits, causal=False, positions=0),
+        widths=stated_layout.widths,
         tables=stated_layout.tables,
         accepts=_accepts(asked, stated_layout),
-    )  # fmt: skip
+    )
     result = search(request)
     best = result.best
     layout = best.layout if best is not None else result.nearest[0][0]
@@ -110,13 +119,19 @@ def _plan(
     if best is None:
         _log.warning(
             "the planner finds no layout that fits on %s, and takes the one that lacks least:%s%s",
-            machine.name, lines_of_overrides(overrides), doubt,
-        )  # fmt: skip
+            machine.name,
+            lines_of_overrides(overrides),
+            doubt,
+        )
     else:
         _log.info(
-            'the planner has filled in what is "auto", for %s: %s; %s%s%s', machine.name, layout_text(layout),
-            reason_of(best), lines_of_overrides(overrides), doubt,
-        )  # fmt: skip
+            'the planner has filled in what is "auto", for %s: %s; %s%s%s',
+            machine.name,
+            layout_text(layout),
+            reason_of(best),
+            lines_of_overrides(overrides),
+            doubt,
+        )
     return overrides
 
 

@@ -15,9 +15,12 @@ if TYPE_CHECKING:
 
 
 def prediction(
-    example: tuple[Any, Mapping[str, Any], Any], report: Mapping[str, Any], seconds: float | None, mesh: Mesh,
+    example: tuple[Any, Mapping[str, Any], Any],
+    report: Mapping[str, Any],
+    seconds: float | None,
+    mesh: Mesh,
     settings: Resolved,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return what the planner foresees beside a report of ``memory`` and the seconds of a step, None if not known.
 
     See ``Engine.prediction_report``; ``example`` is the model, arguments of its forward, and the loss of its output.

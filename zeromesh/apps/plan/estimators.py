@@ -47,9 +47,12 @@ def _require(total: int, gpus: int, nodes: int, factor: float) -> None:
 
 
 def estimate_zero2_model_states_mem_needs(
-    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, cpu_offload: bool = True,
+    total_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
-) -> tuple[int, int]:  # fmt: skip
+) -> tuple[int, int]:
     """Return the bytes that ZeRO-2 needs for states in bf16 with Adam: of a node's host memory, and of each device.
 
     Args:
@@ -70,10 +73,15 @@ def estimate_zero2_model_states_mem_needs(
 
 
 def estimate_zero3_model_states_mem_needs(
-    total_params: int, largest_layer_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1,
-    cpu_offload: bool = True, cpu_offload_params: bool = True, zero_init: bool = True,
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    cpu_offload_params: bool = True,
+    zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
-) -> tuple[int, int, int]:  # fmt: skip
+) -> tuple[int, int, int]:
     """Return the bytes that ZeRO-3 needs for states: of a node's host memory, of each device, and of the largest layer.
 
     Args:
@@ -96,9 +104,10 @@ def estimate_zero3_model_states_mem_needs(
     device, host = _states(row, total_params, largest_layer_params, num_gpus_per_node * num_nodes)
     initial = 4.0 * (largest_layer_params if zero_init else total_params) * num_gpus_per_node
     return (
-        round(max(initial, host * num_gpus_per_node) * additional_buffer_factor), round(device),
+        round(max(initial, host * num_gpus_per_node) * additional_buffer_factor),
+        round(device),
         2 * largest_layer_params,
-    )  # fmt: skip
+    )
 
 
 def _sizes(model: nn.Module) -> tuple[int, int]:
@@ -127,9 +136,12 @@ def estimate_zero2_model_states_mem_needs_all_live(
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
-    total_params: int, largest_layer_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1,
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
-) -> None:  # fmt: skip
+) -> None:
     """Print the estimates of ZeRO-3 for all options; see ``estimate_zero3_model_states_mem_needs``."""
     sizes = (num_gpus_per_node, num_nodes)
     largest = f"{largest_layer_params / 1e6:.0f} M in the largest layer"

@@ -148,10 +148,14 @@ Seconds = Annotated[float, Field(ge=-1e10, le=1e10, allow_inf_nan=False)]
 
 
 _SLOW = record_type({"name": str, "since": Count, "value": Number, "usual": Number, "unit": str})
-_CHECK = record_type({
-    "products": list[Number], "memory": list[Number], "slow": ListOf[_SLOW],
-    "links": list[Annotated[list[Number], Field(min_length=3, max_length=3)]],  # two ranks, and the speed
-})  # fmt: skip
+_CHECK = record_type(
+    {
+        "products": list[Number],
+        "memory": list[Number],
+        "slow": ListOf[_SLOW],
+        "links": list[Annotated[list[Number], Field(min_length=3, max_length=3)]],  # two ranks, and the speed
+    }
+)
 _FORMS: dict[str, Form] = {
     "began": TypeAdapter(record_type({"began": Moment, "step": Count})),
     "seconds": TypeAdapter(record_type({"at": Moment, "step": Count, "seconds": dict[str, Seconds], "ends": bool})),

@@ -102,9 +102,14 @@ class Loop:
         """Record a step that is a spike."""
         if (spike := self.engine.spikes.last) is not None and self.metrics is not None:
             self.metrics.write(
-                "spike", progress.step, samples=progress.samples, name=spike.name, value=spike.value,
-                usual=spike.usual, skipped=spike.skipped,
-            )  # fmt: skip
+                "spike",
+                progress.step,
+                samples=progress.samples,
+                name=spike.name,
+                value=spike.value,
+                usual=spike.usual,
+                skipped=spike.skipped,
+            )
 
     def _due(self, progress: Progress, every: int) -> bool:
         """Return whether the step is a multiple of ``every``; 0 means never."""
@@ -224,7 +229,9 @@ class Loop:
             last_tag = self.job.folder.last_checkpoint
             _log.warning(
                 "step %d: no checkpoint was written (%s); training goes on, and the next save is another try; %s",
-                progress.step, reason, f"the last one is {last_tag}" if last_tag else "there is none yet",
-            )  # fmt: skip
+                progress.step,
+                reason,
+                f"the last one is {last_tag}" if last_tag else "there is none yet",
+            )
             return False
         return True

@@ -14,12 +14,15 @@ from zeromesh.base.files import LARGEST_RECORD, Count, Form, Number, added_to, r
 _RECORD = {"kind": str, "step": Count}
 _FIELDS: dict[str, dict[str, Any]] = {
     "train": {
-        "loss": Number, "gradient_norm": NotRequired[Number | None], "tokens_per_second": NotRequired[Number | None],
-        "utilization": NotRequired[Number], "samples": NotRequired[Count],
+        "loss": Number,
+        "gradient_norm": NotRequired[Number | None],
+        "tokens_per_second": NotRequired[Number | None],
+        "utilization": NotRequired[Number],
+        "samples": NotRequired[Count],
     },
     "validation": {"loss": Number},
     "spike": {"name": str, "value": Number, "usual": Number, "skipped": bool, "samples": NotRequired[Count]},
-}  # fmt: skip
+}
 _FORMS: dict[str, Form] = {kind: TypeAdapter(record_type(_RECORD | fields)) for kind, fields in _FIELDS.items()}
 _OTHER: Form = TypeAdapter(record_type(_RECORD))
 

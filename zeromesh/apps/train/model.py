@@ -303,9 +303,12 @@ def parameter_groups(model: Any, settings: TrainSettings) -> list[dict[str, Any]
     params = settings.optimizer.params
     # An optimizer of no other use: PEFT has no function for the groups alone.
     groups = create_loraplus_optimizer(
-        model, torch.optim.SGD, lr=float(params["lr"]), loraplus_lr_ratio=settings.lora.plus_ratio,
+        model,
+        torch.optim.SGD,
+        lr=float(params["lr"]),
+        loraplus_lr_ratio=settings.lora.plus_ratio,
         loraplus_weight_decay=float(params.get("weight_decay", 0.0)),
-    ).param_groups  # fmt: skip
+    ).param_groups
     return [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in groups if group["params"]]
 
 

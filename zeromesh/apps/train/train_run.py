@@ -181,10 +181,13 @@ def _train(job: Job, prepared: PreparedData, began: float) -> None:
                 metrics=MetricsLog(job.folder.metrics, start.step) if engine.mesh.rank == 0 else None,
                 display=display,
                 times=TimeLog(
-                    job.folder.times if engine.mesh.rank == 0 else None, began, start.step,
-                    again=job.run.resume is True or may_restart(), compiled=engine.compile_seconds,
+                    job.folder.times if engine.mesh.rank == 0 else None,
+                    began,
+                    start.step,
+                    again=job.run.resume is True or may_restart(),
+                    compiled=engine.compile_seconds,
                 ),
-            )  # fmt: skip
+            )
             length, seed = job.language.sequence_length, job.settings.seed
             batches = training_batches(prepared, length, loop.share, seed, start.samples)
             with forward_signals(engine):

@@ -37,9 +37,11 @@ class PlainTables:
         self.states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self.names}
 
     def update(
-        self, optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter],
+        self,
+        optimizer: torch.optim.Optimizer,
+        masters: Mapping[str, nn.Parameter],
         gradients: Mapping[str, torch.Tensor],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Update the rows that have a gradient by the rules of the groups in the run's ``optimizer``."""
         for names, group in zip((each["params"] for each in self.groups), optimizer.param_groups, strict=False):
             for name in self.names.intersection(names) & gradients.keys():

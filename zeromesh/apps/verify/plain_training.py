@@ -165,9 +165,10 @@ class PlainTraining:
         shapes = {name: p.shape for name, p in self.masters.items()}
         # Every piece is whole, and there is no other rank.
         alone: Any = SimpleNamespace(
-            buckets=[[*shapes]], sum=lambda vector: vector,
+            buckets=[[*shapes]],
+            sum=lambda vector: vector,
             gather=lambda bucket, values: {name: value.view(shapes[name]) for name, value in values.items()},
-        )  # fmt: skip
+        )
         matrices = partial(hidden_matrices, self.model)
         groups = []
         for group in self._tables.groups:
@@ -379,7 +380,7 @@ def reference(path: Path, trial: Trial, terms: int) -> tuple[list[PlainStep], to
 
 def _bounds(
     step: PlainStep, trials: Sequence[PlainStep], floor: float, start: Mapping[str, torch.Tensor]
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     sizes, moved, scales = {}, {}, {}
     for key, value in step.values.items():
         # Masks among buffers may hold infinities; elsewhere these make the bound infinite, which never counts as equal.

@@ -308,9 +308,16 @@ class Comparison:
         self._add(number, kind, name, torch.tensor(got, dtype=torch.float64), expected, bound, "", look)
 
     def _add(
-        self, number: int, kind: str, name: str, got: torch.Tensor, expected: torch.Tensor, bound: float,
-        part: str = "", look: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        number: int,
+        kind: str,
+        name: str,
+        got: torch.Tensor,
+        expected: torch.Tensor,
+        bound: float,
+        part: str = "",
+        look: Any = None,
+    ) -> None:
         difference, size = distance(got.cpu(), expected.cpu()), largest(expected)
         place = ": ".join(text for text in (self._place, part) if text)
         at = self._positions.get(name, 0)

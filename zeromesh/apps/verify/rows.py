@@ -60,9 +60,13 @@ class SampleRows:
         return range((tables[0].shape[1] - 1) // multiple * multiple, 0, -multiple)
 
     def _drawn(
-        self, tensor: torch.Tensor, chosen: torch.Tensor, samples: int, generator: torch.Generator,
+        self,
+        tensor: torch.Tensor,
+        chosen: torch.Tensor,
+        samples: int,
+        generator: torch.Generator,
         dtype: torch.dtype | None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         tensor = tensor.detach().cpu()
         wide = tensor.is_floating_point() and dtype is not None
         if tensor.ndim == 0 or tensor.shape[0] != samples or tensor.is_complex():

@@ -56,7 +56,7 @@ def fewest_blocks(settings: Settings, sizes: Mapping[str, int]) -> int:
 
 def subject_of(
     model: nn.Module | str | Path, batch: Any, sizes: Mapping[str, int], blocks: int, whole: bool
-) -> Subject:  # fmt: skip
+) -> Subject:
     """Return what is compared for a model or its name.
 
     Args:

@@ -67,10 +67,16 @@ RAISED = (NotVerified, OSError, ValueError, Exception)
 
 
 def verify(
-    model: nn.Module | str | Path, config: str | Path | Mapping[str, Any] | Settings, batch: Any = None, *,
-    steps: int = 3, ranks: int | None = None, whole: bool = False, timeout: float = TIMEOUT,
+    model: nn.Module | str | Path,
+    config: str | Path | Mapping[str, Any] | Settings,
+    batch: Any = None,
+    *,
+    steps: int = 3,
+    ranks: int | None = None,
+    whole: bool = False,
+    timeout: float = TIMEOUT,
     tell: Tell = lambda text: None,
-) -> Report:  # fmt: skip
+) -> Report:
     """Compare a layout's training with that of one plain process.
 
     A copy of the model trains for a few steps on as many processes of this machine's CPU as the mesh needs, or on the
@@ -190,9 +196,16 @@ class Verification:
             rows = replace(rows, length=length)
             self.report.changes.append(f"{length} tokens a sample in step 2")
         wide = Trial(
-            "float64", self._settings(wide=True), rows, torch.float64, layout.sizes, layout.micro_batches,
-            self.report.steps, self.device, self._written(),
-        )  # fmt: skip
+            "float64",
+            self._settings(wide=True),
+            rows,
+            torch.float64,
+            layout.sizes,
+            layout.micro_batches,
+            self.report.steps,
+            self.device,
+            self._written(),
+        )
         precision = self.settings.precision
         dtypes = {p.dtype for p in self.subject.model.parameters() if p.is_floating_point()}
         name = " and ".join(sorted(map(str, {precision.compute} if precision.compute else dtypes)))

@@ -86,9 +86,14 @@ def add(target: torch.Tensor, values: torch.Tensor) -> None:
         target.add_(values)
         return
     native.handle.zeromesh_add(
-        native.choose(None), values.data_ptr(), TYPES[values.dtype], target.data_ptr(), TYPES[target.dtype],
-        target.numel(), threads_of(None),
-    )  # fmt: skip
+        native.choose(None),
+        values.data_ptr(),
+        TYPES[values.dtype],
+        target.data_ptr(),
+        TYPES[target.dtype],
+        target.numel(),
+        threads_of(None),
+    )
     torch.autograd.graph.increment_version(target)
 
 
@@ -108,9 +113,13 @@ def sum_of_squares(values: torch.Tensor, threads: int | None = None, instruction
     if native is not None:
         sums = np.empty(-(-values.numel() // _SQUARED), np.float64)
         native.handle.zeromesh_squares(
-            native.choose(instructions), values.data_ptr(), TYPES[values.dtype], values.numel(), sums.ctypes.data,
+            native.choose(instructions),
+            values.data_ptr(),
+            TYPES[values.dtype],
+            values.numel(),
+            sums.ctypes.data,
             threads_of(threads),
-        )  # fmt: skip
+        )
         return torch.tensor(sums.sum(), dtype=torch.float64, device=values.device)
     # Row by row, because an fp32 sum over ten million elements is wrong in the fourth digit on a CPU, and in at least
     # fp32, because a norm may be beyond the range of 16 bits when no element is.

@@ -157,10 +157,13 @@ class MemoryCopies:
             data[begin:end].view(box.dtype).copy_(box.data(), non_blocking=True)
             layout.add(box, (begin, end), None)
         words = {
-            "life": self._life, "sequence": self._sequence + 1, "ranks": self._world.size,
+            "life": self._life,
+            "sequence": self._sequence + 1,
+            "ranks": self._world.size,
             "global_steps": engine.global_steps,
-            "shard": layout.entry(shard_file(self._rank), hashed=False), **numbers(engine),
-        }  # fmt: skip
+            "shard": layout.entry(shard_file(self._rank), hashed=False),
+            **numbers(engine),
+        }
         if self._rank == 0:
             words["state"] = run_state(engine, packed)
         text = json.dumps(words)
@@ -280,9 +283,12 @@ class MemoryCopies:
         ]
         sizes = {rank: size for node_sizes in has for rank, size in node_sizes.items()}
         rooms, failure = catch(
-            lambda: {rank: self._room(slot, rank, sizes[rank]) for rank in range(copy.ranks)
-                     if rank not in has[me] and self._leads}
-        )  # fmt: skip
+            lambda: {
+                rank: self._room(slot, rank, sizes[rank])
+                for rank in range(copy.ranks)
+                if rank not in has[me] and self._leads
+            }
+        )
         lacks = self._world.exchange(torch.tensor([float(failure is not None)], device="cpu"))
         if bool(lacks.any()):
             if self._rank == 0:

@@ -333,15 +333,25 @@ def write(contents: Contents, folder: Path, advance: Callable[[int], None], rank
         frozen = OrderedDict((name, module[name]) for name in module if name not in {*contents.members, *buffers})
         module |= {name: module[owner] for name, owner in contents.tied.items() if owner in module} | contents.extra
         model_state: dict[str, Any] = {
-            **{key: value for key, value in contents.client.items() if _is_plain(value)}, **_VERSION,
-            "module": module, "buffer_names": buffers, "optimizer": None, "param_shapes": shapes,
+            **{key: value for key, value in contents.client.items() if _is_plain(value)},
+            **_VERSION,
+            "module": module,
+            "buffer_names": buffers,
+            "optimizer": None,
+            "param_shapes": shapes,
             "frozen_param_shapes": OrderedDict((name, value.shape) for name, value in frozen.items()) or None,
-            "frozen_param_fragments": frozen or None, "shared_params": contents.tied,
+            "frozen_param_fragments": frozen or None,
+            "shared_params": contents.tied,
             "lr_scheduler": dict(contents.scheduler[0]) if contents.scheduler else None,
-            "data_sampler": None, "random_ltd": None, "sparse_tensor_module_names": [], "dp_world_size": max(1, ranks),
-            "mp_world_size": 1, "ds_config": {}, "universal_checkpoint_info": {},
+            "data_sampler": None,
+            "random_ltd": None,
+            "sparse_tensor_module_names": [],
+            "dp_world_size": max(1, ranks),
+            "mp_world_size": 1,
+            "ds_config": {},
+            "universal_checkpoint_info": {},
             **{key: contents.progress.get(key, 0) for key in ("global_steps", "global_samples", "skipped_steps")},
-        }  # fmt: skip
+        }
         torch.save(model_state, final / f"mp_rank_00_{MODEL}")
         # At stage 3 a rank has its own file: parameters are empty there, and frozen ones are ranges.
         model_state["module"] = {

@@ -146,19 +146,23 @@ class Contents:
         self.numbers = {rename(name): numbers for name, numbers in self.numbers.items()}
 
 
-_FORM: Form = TypeAdapter(record_type({
-    "names": list[Annotated[str, Field(pattern="^(parameter|buffer|optimizer/[^/]+)/")]],
-    "places": list[tuple[tuple[Count, ...], ...]],
-    "frozen": set[str],
-    "tied": dict[str, str],
-    "groups": list[dict[str, Any]],
-    "members": dict[str, int],
-    "numbers": dict[str, dict[str, Any]],
-    "progress": dict[str, Count],
-    "extra": dict[str, Any],
-    "scheduler": tuple[dict[str, Any], str | None] | None,
-    "loss_scale": dict[str, Annotated[float, Field(allow_inf_nan=False)]] | None,
-}))  # fmt: skip
+_FORM: Form = TypeAdapter(
+    record_type(
+        {
+            "names": list[Annotated[str, Field(pattern="^(parameter|buffer|optimizer/[^/]+)/")]],
+            "places": list[tuple[tuple[Count, ...], ...]],
+            "frozen": set[str],
+            "tied": dict[str, str],
+            "groups": list[dict[str, Any]],
+            "members": dict[str, int],
+            "numbers": dict[str, dict[str, Any]],
+            "progress": dict[str, Count],
+            "extra": dict[str, Any],
+            "scheduler": tuple[dict[str, Any], str | None] | None,
+            "loss_scale": dict[str, Annotated[float, Field(allow_inf_nan=False)]] | None,
+        }
+    )
+)
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -54,9 +54,12 @@ def shared_names(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def add_numbered(
-    contents: Contents, state: Mapping[str, torch.Tensor], optimizer: Mapping[str, Any], is_trained: IsTrained,
+    contents: Contents,
+    state: Mapping[str, torch.Tensor],
+    optimizer: Mapping[str, Any],
+    is_trained: IsTrained,
     masters: Sequence[torch.Tensor] = (),
-) -> dict[str, torch.Tensor]:  # fmt: skip
+) -> dict[str, torch.Tensor]:
     """Take the state dict of an optimizer, which numbers the parameters of a model's state dict.
 
     ``masters`` are the values that it updates instead of them, in its order; they are returned by name.

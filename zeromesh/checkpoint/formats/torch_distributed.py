@@ -35,9 +35,14 @@ _POSITIONS = frozenset({"last_epoch", "last_batch_iteration"})
 
 # Torch loads only groups that have all options of its optimizers, and other libraries lack these.
 _DEFAULTS = {
-    "foreach": None, "fused": None, "capturable": False, "differentiable": False, "maximize": False, "amsgrad": False,
+    "foreach": None,
+    "fused": None,
+    "capturable": False,
+    "differentiable": False,
+    "maximize": False,
+    "amsgrad": False,
     "decoupled_weight_decay": True,
-}  # fmt: skip
+}
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([a-z0-9_]+)\.(.+)")
 
@@ -152,9 +157,12 @@ def _choose_model(contents: Contents, models: Mapping[Keys, dict[str, list[Box]]
 
 
 def _add_optimizer(
-    contents: Contents, shapes: Mapping[str, tuple[int, ...]], states: Mapping[Any, dict[str, Any]],
-    groups: Mapping[Any, dict[str, Any]], is_trained: IsTrained,
-) -> None:  # fmt: skip
+    contents: Contents,
+    shapes: Mapping[str, tuple[int, ...]],
+    states: Mapping[Any, dict[str, Any]],
+    groups: Mapping[Any, dict[str, Any]],
+    is_trained: IsTrained,
+) -> None:
     group_list = [groups[number] for number in sorted(groups, key=str)]
     if group_list and not any("params" in group for group in group_list):  # flattened: the options of each parameter
         alike: dict[str, dict[str, Any]] = {}
@@ -245,9 +253,14 @@ def _by_layer(kind: str, name: str, part: Box) -> Iterator[Box]:
     (first, *offsets), (count, *sizes) = part.offsets, part.sizes
     for number in range(count):
         yield replace(
-            part, name=f"{kind}{stacked[1]}.{first + number}.{stacked[2]}", shape=part.shape[1:], stop=prod(sizes),
-            read=partial(_layer, part, number), offsets=tuple(offsets), sizes=tuple(sizes),
-        )  # fmt: skip
+            part,
+            name=f"{kind}{stacked[1]}.{first + number}.{stacked[2]}",
+            shape=part.shape[1:],
+            stop=prod(sizes),
+            read=partial(_layer, part, number),
+            offsets=tuple(offsets),
+            sizes=tuple(sizes),
+        )
 
 
 def _layer(part: Box, number: int) -> torch.Tensor:

@@ -113,25 +113,29 @@ def _manifest(contents: Contents, client: Any) -> dict[str, Any]:
     stored = {part.name.partition("/")[2]: part.dtype for part in contents.parts if part.name.startswith("parameter/")}
     state, kind = contents.scheduler or (None, None)
     named = {"scheduler_type": kind} if kind or state is None else {}
-    return counters | named | {
-        "zeromesh": VERSION,
-        "imported": contents.source,
-        "written": datetime.now(UTC).isoformat(timespec="seconds"),
-        "data": None,
-        "loss_scaler": contents.loss_scale,
-        "scheduler": None if state is None else pack(dict(state), "the scheduler's state"),
-        "optimizer": contents.optimizers if contents.groups else "NoneType",
-        "groups": [pack(options(group)) for group in contents.groups],
-        "members": contents.members,
-        "client_state": client,
-        "model": {},
-        "parameters": {
-            name: {"dtype": dtype_name(dtypes.get(name, dtype)), "trainable": name not in contents.frozen}
-            for name, dtype in stored.items()
-        },
-        "tied": contents.tied,
-        "scalars": _scalars(contents),
-    }  # fmt: skip
+    return (
+        counters
+        | named
+        | {
+            "zeromesh": VERSION,
+            "imported": contents.source,
+            "written": datetime.now(UTC).isoformat(timespec="seconds"),
+            "data": None,
+            "loss_scaler": contents.loss_scale,
+            "scheduler": None if state is None else pack(dict(state), "the scheduler's state"),
+            "optimizer": contents.optimizers if contents.groups else "NoneType",
+            "groups": [pack(options(group)) for group in contents.groups],
+            "members": contents.members,
+            "client_state": client,
+            "model": {},
+            "parameters": {
+                name: {"dtype": dtype_name(dtypes.get(name, dtype)), "trainable": name not in contents.frozen}
+                for name, dtype in stored.items()
+            },
+            "tied": contents.tied,
+            "scalars": _scalars(contents),
+        }
+    )
 
 
 def _scalars(contents: Contents) -> dict[str, Any]:
@@ -144,8 +148,11 @@ def _scalars(contents: Contents) -> dict[str, Any]:
             numbers.setdefault("step", contents.groups[contents.members[name]].get("step", done))
         scalars[name] = {
             # Torch's optimizers count their steps in tensors, whatever the other library did.
-            key: [float(plain_number(value)), "float32"] if key == "step" else
-            [value.item(), dtype_name(value.dtype)] if isinstance(value, torch.Tensor) else value
+            key: [float(plain_number(value)), "float32"]
+            if key == "step"
+            else [value.item(), dtype_name(value.dtype)]
+            if isinstance(value, torch.Tensor)
+            else value
             for key, value in numbers.items()
-        }  # fmt: skip
+        }
     return scalars

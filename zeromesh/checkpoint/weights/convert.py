@@ -36,10 +36,17 @@ DRAFT = ".draft"
 
 
 def convert_checkpoint(
-    source: str | Path, target: str | Path, to: str = "zeromesh", *, tag: str | None = None,
-    model: nn.Module | str | Path | None = None, strip: str = "", weights_only: bool = False, ranks: int = 0,
+    source: str | Path,
+    target: str | Path,
+    to: str = "zeromesh",
+    *,
+    tag: str | None = None,
+    model: nn.Module | str | Path | None = None,
+    strip: str = "",
+    weights_only: bool = False,
+    ranks: int = 0,
     console: Console | None = None,
-) -> Path:  # fmt: skip
+) -> Path:
     """Write a checkpoint of any known format in another format, by one process, about one tensor at a time.
 
     Args:
@@ -107,9 +114,13 @@ def convert_checkpoint(
 
 
 def _write(
-    contents: Contents, path: Path, to: str, model: nn.Module | None, advance: Callable[[int], None],
+    contents: Contents,
+    path: Path,
+    to: str,
+    model: nn.Module | None,
+    advance: Callable[[int], None],
     more: Mapping[str, int],
-) -> Path:  # fmt: skip
+) -> Path:
     module = next(row.module for row in FORMATS if row.name == to)
     write = import_module(f"zeromesh.checkpoint.formats.{module}").write
     if to == "zeromesh":  # which has drafts of its own
@@ -161,8 +172,11 @@ def _fit(contents: Contents, model: nn.Module) -> None:
     contents.take(tied=tied)
     wanted: Mapping[str, Any] = dict(model.named_parameters()) | buffers
     shapes = {p.name.split("/", 1)[1]: p.shape for p in contents.parts if not p.name.startswith("optimizer/")}
-    if other := [f"{n}: {shape}, wanted {tuple(wanted[n].shape)}" for n, shape in shapes.items()
-                 if n in wanted and tuple(wanted[n].shape) != shape]:  # fmt: skip
+    if other := [
+        f"{n}: {shape}, wanted {tuple(wanted[n].shape)}"
+        for n, shape in shapes.items()
+        if n in wanted and tuple(wanted[n].shape) != shape
+    ]:
         raise ValueError(f"the checkpoint is of another model; these shapes differ: {some(other, 'tensors')}")
     missing = [name for name in wanted if name not in shapes]
     for name in (extra := [name for name in shapes if name not in wanted])[:1]:

@@ -30,9 +30,14 @@ Weight = tuple[str, torch.Tensor]
 
 
 def save_model(
-    sharded: ShardedModel, folder: Path, filename: str, taken: Sequence[tuple[nn.Module, str]] = (), *,
-    merge_adapters: bool = False, exclude_frozen: bool = False,
-) -> None:  # fmt: skip
+    sharded: ShardedModel,
+    folder: Path,
+    filename: str,
+    taken: Sequence[tuple[nn.Module, str]] = (),
+    *,
+    merge_adapters: bool = False,
+    exclude_frozen: bool = False,
+) -> None:
     """Write the model in the dtype it computes in, with what its library needs beside the weights. Collective.
 
     See ``Engine.save_16bit_model``; ``taken`` are places of parameters that other stages of a pipeline have.
@@ -345,9 +350,10 @@ def _save_adapters(sharded: ShardedModel, folder: Path, taken: Sequence[tuple[nn
     with sharded.gathered(units), _standing_in(taken if first else ()):
         # The first rank's choice is that of all: PEFT looks for the base model's folder, which others may not see.
         names = agree_run(
-            world, "choose what to write of the adapters",
+            world,
+            "choose what to write of the adapters",
             lambda: "\n".join(sorted(adapter_names(model))) if first else "",
-        )  # fmt: skip
+        )
         wanted, others = texts(world, names)[0].split("\n"), first_names(model)
         state: State = {}
         for part in shown_states(sharded.mesh, To.FIRST, _chosen_states(sharded, wanted, others)):

@@ -101,10 +101,17 @@ class Loaded:
 
 
 def from_pretrained(
-    folder: str | Path, model_class: Any = None, *, weights: bool = True, strict: bool = True,
-    dtype: torch.dtype = torch.float32, quantization_config: Any = None, deferred: bool = True,
-    revision: str = MAIN, **config: Any,
-) -> PreTrainedModel:  # fmt: skip
+    folder: str | Path,
+    model_class: Any = None,
+    *,
+    weights: bool = True,
+    strict: bool = True,
+    dtype: torch.dtype = torch.float32,
+    quantization_config: Any = None,
+    deferred: bool = True,
+    revision: str = MAIN,
+    **config: Any,
+) -> PreTrainedModel:
     """Return a Hugging Face model without memory: ``initialize`` reads each rank's share.
 
     Args:

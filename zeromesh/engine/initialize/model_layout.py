@@ -97,8 +97,10 @@ def split_plan(
         split = sum(parameter.nbytes for parameter, part in parameters if part is not None and part.split is not None)
         _log.info(
             "the tensor axis splits %.1f %% of the bytes of the parameters; each of its %d ranks has %.1f %% of all",
-            100 * split / every, group.size, 100 * here / every,
-        )  # fmt: skip
+            100 * split / every,
+            group.size,
+            100 * here / every,
+        )
     return resolved, find_stacks(model, resolved) if settings.tensor_parallel.sequence else []
 
 

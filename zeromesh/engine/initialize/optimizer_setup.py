@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def parameter_groups(
     model: nn.Module, model_parameters: Iterable[Any] | None, updates: bool = True
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+) -> Iterator[dict[str, Any]]:
     """Yield the groups that an optimizer will update, as lists of the model's parameters; none of a frozen model.
 
     ``updates`` says that there is an optimizer.
@@ -97,9 +97,13 @@ def user_optimizer(
 
 
 def build_optimizer(
-    model: nn.Module, settings: Resolved, owned: Sequence[dict[str, Any]], cuts: bool,
-    pieces: Mapping[int, Piece | None], exchange: PieceExchange,
-) -> Optimizer | None:  # fmt: skip
+    model: nn.Module,
+    settings: Resolved,
+    owned: Sequence[dict[str, Any]],
+    cuts: bool,
+    pieces: Mapping[int, Piece | None],
+    exchange: PieceExchange,
+) -> Optimizer | None:
     """Build the configuration's optimizer over this rank's ``pieces``, by ``id`` of the parameter; None without one."""
     from zeromesh.shard.optim import factory
     from zeromesh.shard.optim.groups import hidden_matrices
@@ -119,9 +123,13 @@ def build_optimizer(
 
 
 def try_optimizer(
-    model: nn.Module, settings: Resolved, owned: Sequence[dict[str, Any]], cuts: bool, schedule: bool = True,
+    model: nn.Module,
+    settings: Resolved,
+    owned: Sequence[dict[str, Any]],
+    cuts: bool,
+    schedule: bool = True,
     tables: Mapping[str, nn.Module] | None = None,
-) -> Optimizer | None:  # fmt: skip
+) -> Optimizer | None:
     """Build the configuration's optimizer and schedule without memory: they raise what the real ones would."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     pieces: dict[int, Piece | None] = {}
@@ -187,9 +195,14 @@ def check_scheduler(scheduler: Any) -> None:
 
 
 def build_loader(
-    data: Any, collate_fn: Any, settings: Resolved, mesh: Mesh, shuffles: bool, seed: int | None = None,
+    data: Any,
+    collate_fn: Any,
+    settings: Resolved,
+    mesh: Mesh,
+    shuffles: bool,
+    seed: int | None = None,
     micro_batch: int | None = None,
-) -> Loader | None:  # fmt: skip
+) -> Loader | None:
     """Return a loader of this rank's share of ``data``; None without data.
 
     Args:

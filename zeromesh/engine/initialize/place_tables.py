@@ -50,8 +50,9 @@ def choose_tables(
             _log.warning(
                 "gradients of %s are dense here, in spite of sparse=True, because %s: optimizers with moments or "
                 "weight decay change rows that no batch used; leave sparse=True out if that is what you want",
-                name, reason,
-            )  # fmt: skip
+                name,
+                reason,
+            )
     return tables
 
 
@@ -86,9 +87,7 @@ def with_table_group(
     return [*rest, {"params": taken, **rule.defaults, **options, RULE_KEY: chosen.type}]
 
 
-def check_rules(
-    optimizer: Optimizer | None, parameters: Mapping[int, str], settings: Resolved, *, users: bool
-) -> None:  # fmt: skip
+def check_rules(optimizer: Optimizer | None, parameters: Mapping[int, str], settings: Resolved, *, users: bool) -> None:
     """Raise ValueError if a table cannot be updated by its group; ``parameters`` names the tables' by ``id``."""
     if optimizer is None or not parameters:
         return

@@ -244,9 +244,13 @@ class _Inputs:
     """A block's forward with the inputs that wait elsewhere."""
 
     def __init__(
-        self, store: ActivationStore, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+        self,
+        store: ActivationStore,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
         movable: list[bool],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._store, self._forward = store, forward
         self._called_with: tuple[Any, Any] | None = (args, kwargs)  # for the first call, which computes with them
         self._before = store._last

@@ -67,9 +67,13 @@ def checkpoint_with(
 
 
 def _keep_inputs(
-    store: ActivationStore | None, function: Callable[..., Any], modules: Sequence[nn.Module], selective: bool,
-    args: tuple[Any, ...], kwargs: dict[str, Any],
-) -> Any:  # fmt: skip
+    store: ActivationStore | None,
+    function: Callable[..., Any],
+    modules: Sequence[nn.Module],
+    selective: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     if store is None or not store.active():
         return _checkpoint(function, modules, selective, *args, **kwargs)
     function, tensors = store.keep(function, args, kwargs)
@@ -98,9 +102,14 @@ def compile_forward(module: nn.Module, **options: Any) -> None:
 
 
 def _without_cache(
-    forward: Callable[..., Any], store: ActivationStore | None, selective: bool, module: nn.Module, /, *args: Any,
+    forward: Callable[..., Any],
+    store: ActivationStore | None,
+    selective: bool,
+    module: nn.Module,
+    /,
+    *args: Any,
     **kwargs: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """Checkpoint a call, without the cache of keys and values that transformers may pass."""
     # What is computed twice must not be added to a cache twice.
     if torch.is_grad_enabled():

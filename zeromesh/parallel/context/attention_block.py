@@ -74,9 +74,22 @@ class _Flash:
         q, k, v = block.q, block.k, block.v
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the random state: nothing is dropped out
         result: Gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            gradient, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, block.causal, unused,
-            unused[:0], scale=block.scale,
-        )  # fmt: skip
+            gradient,
+            q,
+            k,
+            v,
+            out,
+            lse.contiguous(),
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            0.0,
+            block.causal,
+            unused,
+            unused[:0],
+            scale=block.scale,
+        )
         return result
 
 
@@ -95,9 +108,20 @@ class _Efficient:
         padded = F.pad(lse, (0, -lse.shape[-1] % _LSE_UNIT), value=torch.inf).contiguous()
         unused = torch.zeros((), dtype=torch.int64, device=k.device)
         dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            gradient, block.q, k, v, None, out, padded, unused, unused, 0.0, [True, True, True, False], block.causal,
+            gradient,
+            block.q,
+            k,
+            v,
+            None,
+            out,
+            padded,
+            unused,
+            unused,
+            0.0,
+            [True, True, True, False],
+            block.causal,
             scale=block.scale,
-        )  # fmt: skip
+        )
         return dq, _sum_repeated(dk, block.k), _sum_repeated(dv, block.v)
 
 

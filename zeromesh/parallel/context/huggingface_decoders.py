@@ -140,8 +140,9 @@ def _counted_positions(model: nn.Module | None, named: Mapping[str, Any]) -> Ten
 
 # Methods by which modules of transformers' models count positions, by what they count those of.
 _COUNTING = {
-    "input_ids": "create_position_ids_from_input_ids", "inputs_embeds": "create_position_ids_from_inputs_embeds",
-}  # fmt: skip
+    "input_ids": "create_position_ids_from_input_ids",
+    "inputs_embeds": "create_position_ids_from_inputs_embeds",
+}
 
 
 class _Parts:
@@ -179,15 +180,30 @@ class _Parts:
         return output
 
     def attention(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-        dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **extras: Any,
-    ) -> tuple[Tensor, None]:  # fmt: skip
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **extras: Any,
+    ) -> tuple[Tensor, None]:
         """Attention function in the signature of transformers."""
         if not self._applied.active:
             output: tuple[Tensor, None] = self._sdpa(
-                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
+                module,
+                query,
+                key,
+                value,
+                attention_mask,
+                dropout=dropout,
+                scaling=scaling,
+                is_causal=is_causal,
                 **extras,
-            )  # fmt: skip
+            )
             return output
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if attention_mask is not None or not causal or dropout > 0 or query.shape[2] != key.shape[2]:

@@ -21,9 +21,12 @@ POSITIONS = ("position_ids", "positions")
 
 
 def split(
-    batch: Mapping[str, Any], group: Group, positions: str = "position_ids", shift: bool = True,
+    batch: Mapping[str, Any],
+    group: Group,
+    positions: str = "position_ids",
+    shift: bool = True,
     counted: Tensor | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return this rank's part of a batch that all ranks of the context axis have, with positions.
 
     If ``shift``, a token's label is the token itself, as transformers' models take it; else it is the next. Where the

@@ -18,7 +18,7 @@ TAG = 8  # first of three on the context axis that nothing else uses
 
 def apply(
     model: nn.Module, strategy: str, group: Group, tag: int = TAG, unchecked: Sequence[str] = ()
-) -> SpreadSequences:  # fmt: skip
+) -> SpreadSequences:
     """Change a model in place: it is called as before, with whole sequences, and each rank computes its part.
 
     Given labels, its loss is the mean over the whole sequences, equal on all ranks; the mean of gradients over the

@@ -51,7 +51,7 @@ def install(model: nn.Module, applied: SpreadSequences, unchecked: Sequence[str]
 
 def check_of(
     model: nn.Module, applied: SpreadSequences, unchecked: Sequence[str], trusted: str | None = None
-) -> TokenCheck:  # fmt: skip
+) -> TokenCheck:
     """Return the check of a model's code, but for modules that compute each token by themselves."""
     check = TokenCheck(model, 2 * applied.group.size, True, trusted)  # a rank has two chunks, which are apart
     for pattern in unchecked:
@@ -125,7 +125,7 @@ def require_apart(name: str, check: TokenCheck, part: dict[str, Any], applied: S
 
 def followed(
     name: str, check: TokenCheck, part: dict[str, Any], applied: SpreadSequences, forward: Callable[[], Any]
-) -> Any:  # fmt: skip
+) -> Any:
     """Return what a forward does whose code was checked. Raise Unsupported if it takes a way that mixes tokens."""
     torch.compiler.disable(require_apart)(name, check, part, applied)
     completed = False
@@ -189,9 +189,16 @@ class _Interception(Following):
         return (_inside.get() or self)._attend(*args, **(kwargs or {}))
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
         require_plain(self._name, query, key, attn_mask, dropout_p, is_causal)
         return self._applied.attend(query, key, value, scale)
 

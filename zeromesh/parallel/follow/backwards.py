@@ -130,9 +130,7 @@ class Backwards:
         self._seen.add(pack)
         self._follow("a hook of saved tensors", pack, lambda gradient: unpack(pack(gradient)), (x,), (x,))
 
-    def _of_hook(
-        self, hook: Any, call: Callable[..., Any], like: tuple[Any, ...], wanted: tuple[Any, ...]
-    ) -> None:  # fmt: skip
+    def _of_hook(self, hook: Any, call: Callable[..., Any], like: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
         """Follow a hook, unless it gives no other gradient, as one that logs norms."""
         if self._run.has_whole or not self.differentiates or not any(isinstance(x, SplitActivation) for x in like):
             return

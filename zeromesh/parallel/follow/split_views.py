@@ -107,8 +107,22 @@ def _scaled(sections: tuple[int, ...], here: int, size: int, ranks: int) -> tupl
     return tuple(section // each for section in sections)
 
 
-@rule("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "adjoint", ".mT", ".T", ".mH", ".H",
-    "unsqueeze", "select")  # fmt: skip
+@rule(
+    "permute",
+    "transpose",
+    "swapaxes",
+    "swapdims",
+    "movedim",
+    "moveaxis",
+    "t",
+    "adjoint",
+    ".mT",
+    ".T",
+    ".mH",
+    ".H",
+    "unsqueeze",
+    "select",
+)
 def _permute(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
     # The strides of this tensor tell its dims: only the one that is split has any.

@@ -29,9 +29,14 @@ def sequence_dim(x: Tensor) -> int:
 
 
 def spread(
-    modules: dict[str, nn.Module], stack: Stack, group: Group, streams: RandomStreams, tag: int,
-    eager: Callable[..., Callable[..., Any]], check: TokenCheck | None,
-) -> None:  # fmt: skip
+    modules: dict[str, nn.Module],
+    stack: Stack,
+    group: Group,
+    streams: RandomStreams,
+    tag: int,
+    eager: Callable[..., Callable[..., Any]],
+    check: TokenCheck | None,
+) -> None:
     """Spread the sequence over the ranks in a list of blocks; messages take four tags.
 
     ``eager`` is ``functools.partial`` for functions that torch's compiler cannot see through.
@@ -196,7 +201,7 @@ def _last(run: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 def _with_whole(
     check: TokenCheck, name: str, run: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Any:  # fmt: skip
+) -> Any:
     also = check.also_spread[name]
     if not _has_ids_only(args, kwargs):
         x = activation(args, kwargs)
@@ -270,9 +275,15 @@ def _refused() -> Iterator[None]:
 
 
 def _change_input(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, group: Group, tag: int,
-    apart: Apart | None = None, also: Collection[Place] = (),
-) -> Any:  # fmt: skip
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    name: str,
+    group: Group,
+    tag: int,
+    apart: Apart | None = None,
+    also: Collection[Place] = (),
+) -> Any:
     if name == "join" and _has_ids_only(args, kwargs):
         return None
     x = activation(args, kwargs)

@@ -115,9 +115,11 @@ class TokenCheck:
     def _tell(self, error: Exception) -> None:
         _log.warning(
             "it could not be checked that the code of %s leaves the tokens of a sequence apart (%s: %s): compare its "
-            "first losses with those of one process, as zeromesh verify does", self._name, type(error).__name__,
+            "first losses with those of one process, as zeromesh verify does",
+            self._name,
+            type(error).__name__,
             str(error).partition("\n")[0],
-        )  # fmt: skip
+        )
 
     def without_memory(self, value: Any) -> Any:
         """Return arguments of the model without memory, in the dtype that its parameters had."""

@@ -40,8 +40,11 @@ MOST_OPERATORS = 300_000  # of a run
 # Random numbers for each entry are drawn for each token, as in dropout.
 DRAWS = {"rand_like", "randn_like", "bernoulli", "bernoulli_", "normal_", "uniform_", "exponential_"}
 # Tensors whose entries are all alike, or drawn: a rank makes as many as it has tokens. True: they are given a value.
-CONSTANTS = {**dict.fromkeys(("zeros", "ones", "empty", "rand", "randn", "new_zeros", "new_ones", "new_empty"), False),
-    "full": True, "new_full": True}  # fmt: skip
+CONSTANTS = {
+    **dict.fromkeys(("zeros", "ones", "empty", "rand", "randn", "new_zeros", "new_ones", "new_empty"), False),
+    "full": True,
+    "new_full": True,
+}
 # Tests for broken values, over all entries -> what each entry is in a sound run.
 FLAWS = {"isnan": torch.tensor(False), "isinf": torch.tensor(False), "isfinite": torch.tensor(True)}
 # Functions whose result depends on the whole numbers that they are given, where others take lengths and dims.
@@ -109,9 +112,14 @@ class TokenRun(OperatorListener, Axis):
     sums_sparse = True  # the engine sums those of its tables
 
     def __init__(
-        self, parts: int, attends: bool, guess: bool, device: torch.device, other: TokenRun | None = None,
+        self,
+        parts: int,
+        attends: bool,
+        guess: bool,
+        device: torch.device,
+        other: TokenRun | None = None,
         attempt: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.dry = DryRun(self, guess, MOST_OPERATORS)
         self.device, self._attempt = device, attempt
         self.is_plain = False
@@ -237,7 +245,7 @@ class TokenRun(OperatorListener, Axis):
 
     def mixed(
         self, why: str, place: str = "", function: str = "", kind: type[MixesTokens] = MixesTokens
-    ) -> MixesTokens:  # fmt: skip
+    ) -> MixesTokens:
         """Return the error for a function, or that which is called at present, and keep the first one."""
         where = place or place_of(_frames())
         inside = next((name for frame in _frames() if (name := self._names.get(id(frame.f_locals.get("self"))))), "")

@@ -63,9 +63,12 @@ class Found:
 
 
 def traced_plan(
-    model: nn.Module, layers: Mapping[str, bool], ranks: int, sample: Callable[[], ModelInput | None] = lambda: None,
+    model: nn.Module,
+    layers: Mapping[str, bool],
+    ranks: int,
+    sample: Callable[[], ModelInput | None] = lambda: None,
     others: Collection[str] = (),
-) -> tuple[dict[str, PlanRule] | None, list[str], set[str]]:  # fmt: skip
+) -> tuple[dict[str, PlanRule] | None, list[str], set[str]]:
     """Return rules for linear layers by name, None if the model cannot be traced, and lines on what is not split well.
 
     The third value has the names of layers whose weights are read by other code.
@@ -124,7 +127,7 @@ def _alike(name: str, layer: Any) -> Alike:
 
 def _with_others(
     findings: Found, layers: Mapping[str, bool], alike: Mapping[str, Alike], weights: Iterable[tuple[str, nn.Parameter]]
-) -> Found:  # fmt: skip
+) -> Found:
     """Return rules also for layers that the run did not call: those of layers that are alike, or of the large.
 
     Layers that share a weight get one rule, that of those that were called, or none if these have several.
@@ -150,9 +153,14 @@ class _Runs:
     """Runs of a copy of a model, and the search among choices."""
 
     def __init__(
-        self, copied: nn.Module, weights: Mapping[int, Collection[str]], layers: dict[str, bool],
-        alike: dict[str, Alike], ranks: int, others: Collection[str] = (),
-    ) -> None:  # fmt: skip
+        self,
+        copied: nn.Module,
+        weights: Mapping[int, Collection[str]],
+        layers: dict[str, bool],
+        alike: dict[str, Alike],
+        ranks: int,
+        others: Collection[str] = (),
+    ) -> None:
         self.guessed = False  # true once code has asked for a value
         self._copied, self._weights, self._layers, self._ranks = copied, weights, layers, ranks
         self._alike = alike
@@ -265,9 +273,13 @@ class _Run(OperatorListener, Axis):
     """One forward, as the axis on which its activations are split."""
 
     def __init__(
-        self, weights: Mapping[int, Collection[str]], layers: dict[str, bool], alike: dict[str, Alike], ranks: int,
+        self,
+        weights: Mapping[int, Collection[str]],
+        layers: dict[str, bool],
+        alike: dict[str, Alike],
+        ranks: int,
         choices: Choices,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._alike, self.size = alike, ranks
         self._rules: dict[str, PlanRule] = {}
         self._sent = 0.0

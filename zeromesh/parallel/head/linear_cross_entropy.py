@@ -65,10 +65,19 @@ class _Terms:
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *, ignore_index: int = -100,
-    reduction: str = "mean", label_smoothing: float = 0.0, scale: float = 1.0,
-    softcap: float | None = None, vocabulary: Vocabulary | None = None, chunk: int | None = None,
-) -> Tensor:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    vocabulary: Vocabulary | None = None,
+    chunk: int | None = None,
+) -> Tensor:
     """``F.cross_entropy(F.linear(hidden, weight, bias), labels)`` in the memory of one chunk of tokens.
 
     Logits are scaled, capped and summed in fp32, or in fp64 where the operands are. Gradients of ``hidden`` are, with a
@@ -318,9 +327,14 @@ def _chunks(
 
 
 def _sums_of(
-    needs: tuple[bool, ...], hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: _Terms,
+    needs: tuple[bool, ...],
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    terms: _Terms,
     upstream: Tensor,
-) -> _Sums:  # fmt: skip
+) -> _Sums:
     """Return the gradients, of logits that are computed again."""
     sums = _Sums(needs, hidden, weight, bias, terms.ticket is not None)
     for at, chunk in _chunks(hidden, weight, bias, labels, terms):

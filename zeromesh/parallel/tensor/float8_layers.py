@@ -29,9 +29,13 @@ LARGEST_TAG = 14  # on the tensor axis, of the largest magnitudes of operands of
 
 
 def use_float8(
-    model: nn.Module, rowwise: bool, skip: Sequence[str], mesh: Mesh, split: SplitPlan | None = None,
+    model: nn.Module,
+    rowwise: bool,
+    skip: Sequence[str],
+    mesh: Mesh,
+    split: SplitPlan | None = None,
     heads: Collection[str] = (),
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Let linear layers compute in float8, and log those that stay as they are. Collective over the tensor axis.
 
     Args:
@@ -148,9 +152,7 @@ def _unread(model: nn.Module, split: SplitPlan | None) -> set[str]:
     return names
 
 
-def _reason(
-    name: str, module: Any, skip: Sequence[str], unread: Collection[str]
-) -> str:  # fmt: skip
+def _reason(name: str, module: Any, skip: Sequence[str], unread: Collection[str]) -> str:
     """Return why a layer keeps its products; "" if it does not."""
     pattern = next((pattern for pattern in skip if fnmatchcase(name, pattern)), None)
     if pattern is not None:

@@ -35,10 +35,17 @@ class SplitAttention:
         self._apart = Apart(name)
 
     def __call__(
-        self, module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor,
-        key_padding_mask: Tensor | None = None, need_weights: bool = True, attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True, is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self,
+        module: nn.MultiheadAttention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute ``nn.MultiheadAttention.forward``; attention weights, if asked for, are of all heads."""
         if query.is_nested:
             raise ValueError("heads of nn.MultiheadAttention are split; give it padded tensors and a mask, none nested")

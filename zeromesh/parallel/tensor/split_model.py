@@ -31,9 +31,15 @@ BIAS_TAG = 15  # of tensors that are added to the scores of attention
 
 
 def apply(
-    model: nn.Module, resolved: SplitPlan, group: Group, device: torch.device, stacks: Sequence[Stack] = (),
-    using: Using = nullcontext, blocks: Collection[str] = (), check: TokenCheck | None = None,
-) -> None:  # fmt: skip
+    model: nn.Module,
+    resolved: SplitPlan,
+    group: Group,
+    device: torch.device,
+    stacks: Sequence[Stack] = (),
+    using: Using = nullcontext,
+    blocks: Collection[str] = (),
+    check: TokenCheck | None = None,
+) -> None:
     """Make the modules of a plan work on what this rank holds of their parameters; these have been cut already.
 
     Activations are on ``device``; ``stacks`` are the lists of blocks in which the sequence is spread over the ranks;

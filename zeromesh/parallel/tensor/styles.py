@@ -199,7 +199,7 @@ def divide_parameter(member: Member, splitting: Splitting) -> None:
 
 def _with_part(
     forward: Callable[..., Tensor], member: Member, shape: tuple[int, ...], /, *args: Tensor, **kwargs: Tensor
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     module: Any = member.module
     name, style = member.name, member.rule.style
     if member.style.plain and has_hooks(module):  # that were registered since the layer was split
@@ -249,9 +249,16 @@ def _by_vocabulary(
 
 
 def _by_rows(
-    module: Any, *args: Tensor, name: str, place: SplitPlace, tag: int, takes: TakingParts | None, spread: bool,
-    guard: SplitGuard | None, **kwargs: Tensor,
-) -> Tensor:  # fmt: skip
+    module: Any,
+    *args: Tensor,
+    name: str,
+    place: SplitPlace,
+    tag: int,
+    takes: TakingParts | None,
+    spread: bool,
+    guard: SplitGuard | None,
+    **kwargs: Tensor,
+) -> Tensor:
     x = input_of(args, kwargs)
     if guard is not None:
         guard.check(x)

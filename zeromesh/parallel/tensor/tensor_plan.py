@@ -193,9 +193,13 @@ def _counted_often(resolved: SplitPlan, names: Sequence[str]) -> Iterator[str]:
 
 
 _KINDS = {
-    "linear": "linear layers", "embedding": "embeddings", "parameter": "single parameters", "module": "other modules",
-    "attention": "torch.nn.MultiheadAttention", "bag": "torch.nn.EmbeddingBag",
-}  # fmt: skip
+    "linear": "linear layers",
+    "embedding": "embeddings",
+    "parameter": "single parameters",
+    "module": "other modules",
+    "attention": "torch.nn.MultiheadAttention",
+    "bag": "torch.nn.EmbeddingBag",
+}
 
 # The layers inside of an adapted one (PEFT's LoRA), and which dim of it is cut where they are split; None: any. The
 # other factor's inner dim, the rank of the adapter, stays whole.

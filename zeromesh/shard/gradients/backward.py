@@ -36,9 +36,15 @@ class Backward:
     """Has parameters fetched and gradients reduced as backwards go on."""
 
     def __init__(
-        self, units: Sequence[Unit], order: Order, residency: Residency, reducer: Reducer, accumulation: Accumulation,
-        unwinding: Callable[[], AbstractContextManager[None]], end_interrupted: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        units: Sequence[Unit],
+        order: Order,
+        residency: Residency,
+        reducer: Reducer,
+        accumulation: Accumulation,
+        unwinding: Callable[[], AbstractContextManager[None]],
+        end_interrupted: Callable[[], None],
+    ) -> None:
         # By unit, its forwards whose backward has not begun.
         self.calls: dict[Unit, WeakSet[Call]] = {unit: WeakSet() for unit in units}
         self.latest = order.current  # the pass of the last call whose backward began

@@ -144,9 +144,16 @@ class Gradient:
     # the one before is under way.
 
     def __init__(
-        self, layout: Layout, own_range: slice, shard_range: slice, tag: int, unit: str = "",
-        tied_stages: Sequence[int] = (), is_first: bool = True, tier: Tier = Tier.DEVICE,
-    ) -> None:  # fmt: skip
+        self,
+        layout: Layout,
+        own_range: slice,
+        shard_range: slice,
+        tag: int,
+        unit: str = "",
+        tied_stages: Sequence[int] = (),
+        is_first: bool = True,
+        tier: Tier = Tier.DEVICE,
+    ) -> None:
         self.layout = layout
         self.tier = tier
         self.tied_stages, self.is_first = tuple(tied_stages), is_first  # see `Flat`

@@ -32,9 +32,13 @@ class GradientMemory:
     """Lends the buffers that full gradients and their sums lie in."""
 
     def __init__(
-        self, gradients: Sequence[Gradient], policy: GradientPolicy, mesh: Mesh, accumulates: bool,
+        self,
+        gradients: Sequence[Gradient],
+        policy: GradientPolicy,
+        mesh: Mesh,
+        accumulates: bool,
         settle: Callable[[], bool],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._gradients, self._policy, self._mesh = gradients, policy, mesh
         self._group = mesh.shard
         self._rules = PoolRules(policy.sharded, policy.owned, accumulates, policy.slots)

@@ -47,9 +47,15 @@ class Grads:
     """Answers for the ``.grad`` of the trainable parameters of one model."""
 
     def __init__(
-        self, flats: Sequence[Flat], names: Mapping[int, str], reducer: Reducer, accumulation: Accumulation, mesh: Mesh,
-        settle: Callable[[], None], early: EarlyUpdates,
-    ) -> None:  # fmt: skip
+        self,
+        flats: Sequence[Flat],
+        names: Mapping[int, str],
+        reducer: Reducer,
+        accumulation: Accumulation,
+        mesh: Mesh,
+        settle: Callable[[], None],
+        early: EarlyUpdates,
+    ) -> None:
         self._flats = {id(p): (flat, index) for flat in flats for index, p in enumerate(flat.parameters)}
         self._places = {key: (flat.gradient, index) for key, (flat, index) in self._flats.items() if flat.gradient}
         self._tables = {id(table.flat.parameters[0]): table for table in reducer.tables}

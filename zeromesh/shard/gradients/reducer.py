@@ -45,9 +45,14 @@ class Reducer:
     """Fills slots with gradients and reduces them into their shards."""
 
     def __init__(
-        self, gradients: Sequence[Gradient], policy: GradientPolicy, mesh: Mesh, accumulates: bool, link: Link,
+        self,
+        gradients: Sequence[Gradient],
+        policy: GradientPolicy,
+        mesh: Mesh,
+        accumulates: bool,
+        link: Link,
         tables: Tables,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.gradients = tuple(gradients)
         self.policy = policy
         self.tables = tables  # their gradients are rows, which are summed at the boundary only

@@ -107,9 +107,11 @@ def steps_in_parts(optimizer: Optimizer) -> bool:
 def _hooks(optimizer: Optimizer) -> Sequence[dict[int, Any]]:
     """Return the hooks before and after the step, of the optimizer and of all."""
     return (
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks,
-        _global_optimizer_pre_hooks, _global_optimizer_post_hooks,
-    )  # fmt: skip
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
+    )
 
 
 class _Pieces:
@@ -152,7 +154,7 @@ def pieces_hidden(optimizer: Optimizer, changed: Callable[[], None] | None) -> I
 
 def _call_without_pieces(
     hook: Callable[..., Any], after: Callable[[], None] | None, optimizer: Optimizer, *args: Any
-) -> Any:  # fmt: skip
+) -> Any:
     entries = [(vars(optimizer), "state", optimizer.state)]
     entries += [(group, "params", group["params"]) for group in optimizer.param_groups]
     for place, name, _ in entries:

@@ -42,9 +42,14 @@ class ParameterGroup:
 
 
 def build(
-    type: str, params: Mapping[str, Any], groups: Sequence[ParameterGroup], exchange: PieceExchange, sharded: bool,
-    allow_untested: bool = False, matrices: Callable[[], frozenset[str]] = frozenset,
-) -> Optimizer:  # fmt: skip
+    type: str,
+    params: Mapping[str, Any],
+    groups: Sequence[ParameterGroup],
+    exchange: PieceExchange,
+    sharded: bool,
+    allow_untested: bool = False,
+    matrices: Callable[[], frozenset[str]] = frozenset,
+) -> Optimizer:
     """Make the optimizer that a config names, over pieces.
 
     Args:
@@ -124,9 +129,12 @@ def is_elementwise(type: str, params: Mapping[str, Any]) -> bool:
 
 
 def adopt(
-    optimizer: Optimizer, pieces_by_parameter: Mapping[nn.Parameter, Piece | None], sharded: bool,
-    allow_untested: bool = False, exchange: PieceExchange | None = None,
-) -> None:  # fmt: skip
+    optimizer: Optimizer,
+    pieces_by_parameter: Mapping[nn.Parameter, Piece | None],
+    sharded: bool,
+    allow_untested: bool = False,
+    exchange: PieceExchange | None = None,
+) -> None:
     """Make an optimizer that was built over a model's parameters update this rank's pieces of them, in place.
 
     ``exchange`` reaches the other pieces for a class that has a ``spread``, such as Lamb.

@@ -16,9 +16,10 @@ from zeromesh.shard.store.memory import unloaded, zeros_on
 
 
 def states_of(
-    optimizer: Optimizer, place: str = "the optimizer's state is to rest on NVMe",
+    optimizer: Optimizer,
+    place: str = "the optimizer's state is to rest on NVMe",
     remedy: str = "offload_optimizer.device = cpu",
-) -> Callable[[Parameter], Sequence[str]]:  # fmt: skip
+) -> Callable[[Parameter], Sequence[str]]:
     """Return a function from a parameter to the names of its states that the kernel updates, in order.
 
     It raises ValueError where the kernel does not know the optimizer or its options: the message says what the kernel

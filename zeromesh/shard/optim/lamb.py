@@ -31,10 +31,18 @@ class Lamb(StepOptimizer):
     """
 
     def __init__(
-        self, groups: ParamsT, pieces: Iterable[Piece] = (), exchange: PieceExchange | None = None,
-        lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
-        bias_correction: bool = True, max_coeff: float = 10.0, min_coeff: float = 0.01,
-    ) -> None:  # fmt: skip
+        self,
+        groups: ParamsT,
+        pieces: Iterable[Piece] = (),
+        exchange: PieceExchange | None = None,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        bias_correction: bool = True,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+    ) -> None:
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=bias_correction)
         super().__init__(groups, defaults | {"max_coeff": max_coeff, "min_coeff": min_coeff})
         self._coefficients: list[torch.Tensor] = []

@@ -53,12 +53,23 @@ class Muon(StepOptimizer):
     """
 
     def __init__(
-        self, groups: Iterable[dict[str, Any]], pieces: Iterable[Piece], exchange: PieceExchange,
-        matrices: frozenset[str], lr: float = 1e-3, muon_lr: float | None = None, adam_lr: float | None = None,
-        weight_decay: float | None = None, momentum: float = 0.95, nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315), ns_steps: int = 5,
-        adjust_lr_fn: str = "original", betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-    ) -> None:  # fmt: skip
+        self,
+        groups: Iterable[dict[str, Any]],
+        pieces: Iterable[Piece],
+        exchange: PieceExchange,
+        matrices: frozenset[str],
+        lr: float = 1e-3,
+        muon_lr: float | None = None,
+        adam_lr: float | None = None,
+        weight_decay: float | None = None,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        ns_steps: int = 5,
+        adjust_lr_fn: str = "original",
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
         self._pieces = {piece.parameter: piece for piece in pieces}
         self._exchange = exchange
         self._matrices = matrices

@@ -150,14 +150,18 @@ def _tell_rates(name: str, top: Any, is_given: bool, groups: Sequence[Mapping[st
         _log.warning(
             "%s rises to its default scheduler.params.warmup_max_lr of %g (as in DeepSpeed), and not to the "
             "optimizer's lr of %s; set it",
-            name, top, ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates)),
-        )  # fmt: skip
+            name,
+            top,
+            ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates)),
+        )
     elif len(set(rates)) > 1:
         _log.warning(
             "%s takes scheduler.params.warmup_max_lr of %g for all parameter groups, whose own rates are %s; give "
             "it a list with one value per group to keep them apart",
-            name, top, ", ".join(f"{rate:g}" for rate in rates),
-        )  # fmt: skip
+            name,
+            top,
+            ", ".join(f"{rate:g}" for rate in rates),
+        )
 
 
 def _tell_betas(name: str, optimizer: Optimizer) -> None:
@@ -220,18 +224,29 @@ def _warmup(position: int, kind: str, steps: int) -> float:
 
 
 def _warmup_lr(
-    position: int, rate: float, *, warmup_min_lr: float = 0.0, warmup_max_lr: float | None = None,
-    warmup_num_steps: int = 1000, warmup_type: str = "log",
-) -> tuple[float, None]:  # fmt: skip
+    position: int,
+    rate: float,
+    *,
+    warmup_min_lr: float = 0.0,
+    warmup_max_lr: float | None = None,
+    warmup_num_steps: int = 1000,
+    warmup_type: str = "log",
+) -> tuple[float, None]:
     """Rise to ``warmup_max_lr`` (by default each group's own rate), then stay."""
     top = rate if warmup_max_lr is None else warmup_max_lr
     return warmup_min_lr + (top - warmup_min_lr) * _warmup(position, warmup_type, warmup_num_steps), None
 
 
 def _warmup_decay_lr(
-    position: int, rate: float, *, total_num_steps: int, warmup_min_lr: float = 0.0, warmup_max_lr: float = 0.001,
-    warmup_num_steps: int = 1000, warmup_type: str = "log",
-) -> tuple[float, None]:  # fmt: skip
+    position: int,
+    rate: float,
+    *,
+    total_num_steps: int,
+    warmup_min_lr: float = 0.0,
+    warmup_max_lr: float = 0.001,
+    warmup_num_steps: int = 1000,
+    warmup_type: str = "log",
+) -> tuple[float, None]:
     """Rise to ``warmup_max_lr``, then fall in a line to ``warmup_min_lr`` at ``total_num_steps``."""
     steps, part = max(2, warmup_num_steps), _warmup(position, warmup_type, warmup_num_steps)
     if position >= steps:
@@ -240,9 +255,15 @@ def _warmup_decay_lr(
 
 
 def _warmup_cosine_lr(
-    position: int, rate: float, *, total_num_steps: int, warmup_min_ratio: float = 0.0, warmup_num_steps: int = 1000,
-    cos_min_ratio: float = 0.0001, warmup_type: str = "log",
-) -> tuple[float, None]:  # fmt: skip
+    position: int,
+    rate: float,
+    *,
+    total_num_steps: int,
+    warmup_min_ratio: float = 0.0,
+    warmup_num_steps: int = 1000,
+    cos_min_ratio: float = 0.0001,
+    warmup_type: str = "log",
+) -> tuple[float, None]:
     """Rise to the group's own learning rate, then fall along half a cosine to ``cos_min_ratio`` of it."""
     steps, warmed = max(2, warmup_num_steps), _warmup(position, warmup_type, warmup_num_steps)
     # As in DeepSpeed: the first update has a rate of 0, the second one ``warmup_min_ratio`` of the group's.
@@ -255,11 +276,22 @@ def _warmup_cosine_lr(
 
 
 def _one_cycle(
-    position: int, rate: float, *, cycle_min_lr: float, cycle_max_lr: float, decay_lr_rate: float = 0.0,
-    cycle_first_step_size: int = 2000, cycle_second_step_size: int | None = None, cycle_first_stair_count: int = 0,
-    cycle_second_stair_count: int | None = None, decay_step_size: int = 0, cycle_momentum: bool = True,
-    cycle_min_mom: float = 0.8, cycle_max_mom: float = 0.9, decay_mom_rate: float = 0.0,
-) -> tuple[float, float | None]:  # fmt: skip
+    position: int,
+    rate: float,
+    *,
+    cycle_min_lr: float,
+    cycle_max_lr: float,
+    decay_lr_rate: float = 0.0,
+    cycle_first_step_size: int = 2000,
+    cycle_second_step_size: int | None = None,
+    cycle_first_stair_count: int = 0,
+    cycle_second_stair_count: int | None = None,
+    decay_step_size: int = 0,
+    cycle_momentum: bool = True,
+    cycle_min_mom: float = 0.8,
+    cycle_max_mom: float = 0.9,
+    decay_mom_rate: float = 0.0,
+) -> tuple[float, float | None]:
     """Rise and fall in lines, then decay; the momentum does the opposite (Smith 2018, arXiv 1803.09820)."""
     first, stairs = cycle_first_step_size, cycle_first_stair_count
     second = first if cycle_second_step_size is None else cycle_second_step_size
@@ -282,9 +314,14 @@ def _one_cycle(
 
 
 def _lr_range_test(
-    position: int, rate: float, *, lr_range_test_min_lr: float = 1e-3, lr_range_test_step_size: int = 2000,
-    lr_range_test_step_rate: float = 1.0, lr_range_test_staircase: bool = False,
-) -> tuple[float, None]:  # fmt: skip
+    position: int,
+    rate: float,
+    *,
+    lr_range_test_min_lr: float = 1e-3,
+    lr_range_test_step_size: int = 2000,
+    lr_range_test_step_rate: float = 1.0,
+    lr_range_test_staircase: bool = False,
+) -> tuple[float, None]:
     """Rise without end, to find where training breaks (Smith 2018, arXiv 1803.09820)."""
     intervals = (position + 1) / lr_range_test_step_size
     if lr_range_test_staircase:
@@ -301,9 +338,15 @@ _WSD_DECAYS: dict[str, Callable[[float], float]] = {
 
 
 def _wsd(
-    position: int, rate: float, *, total_num_steps: int, warmup_num_steps: int = 0, decay_num_steps: int | None = None,
-    min_ratio: float = 0.0, decay_type: str = "linear",
-) -> tuple[float, None]:  # fmt: skip
+    position: int,
+    rate: float,
+    *,
+    total_num_steps: int,
+    warmup_num_steps: int = 0,
+    decay_num_steps: int | None = None,
+    min_ratio: float = 0.0,
+    decay_type: str = "linear",
+) -> tuple[float, None]:
     """Warm up in a line, stay at the group's own rate, fall to ``min_ratio`` of it (Hu et al., "MiniCPM", 2024)."""
     # A tenth of all steps is what MiniCPM found to suffice.
     decay_steps = max(1, round(total_num_steps / 10)) if decay_num_steps is None else decay_num_steps

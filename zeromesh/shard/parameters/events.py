@@ -27,15 +27,19 @@ class Events:
     """Listens to the units' forwards and has their parameters fetched."""
 
     def __init__(
-        self, units: Sequence[Unit], order: Order, residency: Residency, reducer: Reducer, mesh: Mesh,
-        accumulation: Accumulation, finish: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        units: Sequence[Unit],
+        order: Order,
+        residency: Residency,
+        reducer: Reducer,
+        mesh: Mesh,
+        accumulation: Accumulation,
+        finish: Callable[[], None],
+    ) -> None:
         self.order = order
         # Ends waiting lookups: every rank reaches a unit, but not every rank uses an output.
         self._finish = finish
-        self.backward = Backward(
-            units, order, residency, reducer, accumulation, self.unwinding, self.end_interrupted
-        )  # fmt: skip
+        self.backward = Backward(units, order, residency, reducer, accumulation, self.unwinding, self.end_interrupted)
         self.saved = SavedTensors(residency.unit_of, self.backward.unpack, self._stays)
         self._units, self._root = units, units[0]
         self._inside = {unit: frozenset(u.index for u in units if unit in u.ancestors) for unit in units}

@@ -59,9 +59,14 @@ class Flat:
     """The parameters of a unit that share one layout, with their shard, master and gradient."""
 
     def __init__(
-        self, layout: Layout, parameters: Sequence[nn.Parameter], number: int, row: PlacementRow, mesh: Mesh,
+        self,
+        layout: Layout,
+        parameters: Sequence[nn.Parameter],
+        number: int,
+        row: PlacementRow,
+        mesh: Mesh,
         tied_stages: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.layout = layout
         self.sharded = row.parameter is Placement.SHARDED
         # Pipeline stages that have these parameters, where several do. The first of them counts what all have: in
@@ -217,9 +222,7 @@ class Flat:
         """True if the master is another tensor than ``shard`` because of where they rest."""
         return self.layout.trainable and is_apart(self.parameter_tier, self.optimizer_tier)
 
-    def fill(
-        self, row: PlacementRow, mesh: Mesh, mixed: bool, materialise: Materialise | None, store: Store
-    ) -> None:  # fmt: skip
+    def fill(self, row: PlacementRow, mesh: Mesh, mixed: bool, materialise: Materialise | None, store: Store) -> None:
         """Take the parameters' values, those of the first rank, into ``shard`` (or ``full``) and ``master``."""
         self.store = store
         self.keeps_states, self.splits = store.form(self)

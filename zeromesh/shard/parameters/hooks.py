@@ -112,7 +112,7 @@ class SavedTensors:
 
     def __init__(
         self, unit_of: Mapping[int, Unit], need: Callable[[Unit], None], stays: Callable[[Unit], bool]
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._unit_of = unit_of  # the unit that a storage belongs to, by the storage's address; it may change
         self._stays = stays  # says whether views of a unit are saved as they are
         self._need = need  # has a unit in memory when it returns

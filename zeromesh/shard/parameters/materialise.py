@@ -35,8 +35,10 @@ def materialiser(model: nn.Module, seed: int = 0) -> Callable[[str, nn.Parameter
         _log.warning(
             "%d parameters and buffers are on the meta device, %s among them: their first values are drawn anew by "
             "torch's own rules or those of transformers; load a checkpoint, or %s",
-            len(unmade), unmade[0], _REMEDY,
-        )  # fmt: skip
+            len(unmade),
+            unmade[0],
+            _REMEDY,
+        )
     with torch.no_grad():
         for prefix, module in model.named_modules():
             _materialise_buffers(without, prefix, module, seed)

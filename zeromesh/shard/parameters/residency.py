@@ -19,9 +19,15 @@ class Residency:
     # skipped.
 
     def __init__(
-        self, root: Unit, units: Sequence[Unit], pool: Pool, root_pool: Pool, mesh: Mesh,
-        on_change: Callable[[Unit, bool], None], read_ahead: Callable[[Iterator[Unit]], None] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        root: Unit,
+        units: Sequence[Unit],
+        pool: Pool,
+        root_pool: Pool,
+        mesh: Mesh,
+        on_change: Callable[[Unit, bool], None],
+        read_ahead: Callable[[Iterator[Unit]], None] | None = None,
+    ) -> None:
         # The unit that a storage belongs to, by the storage's address.
         self.unit_of = {unit.storage._cdata: unit for unit in (root, *units)}
         self._root = root  # always in memory while the model computes; it has a slot of its own

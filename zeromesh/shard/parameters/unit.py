@@ -56,9 +56,15 @@ class Unit:
         return f"unit {self.name or '(root)'!r}"
 
     def place(
-        self, flats: Sequence[Flat], row: PlacementRow, mesh: Mesh, mixed: bool, materialise: Materialise | None,
-        link: Link, store: Store,
-    ) -> None:  # fmt: skip
+        self,
+        flats: Sequence[Flat],
+        row: PlacementRow,
+        mesh: Mesh,
+        mixed: bool,
+        materialise: Materialise | None,
+        link: Link,
+        store: Store,
+    ) -> None:
         """Make the storage and the states, and take the parameters' values into them."""
         self.flats = tuple(flats)
         self._link = link

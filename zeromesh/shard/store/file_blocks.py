@@ -27,9 +27,13 @@ class FileBlocks:
     in_memory = False
 
     def __init__(
-        self, sizes: Mapping[Hashable, int], allocate: Allocate, disk: Disk, rank: int,
+        self,
+        sizes: Mapping[Hashable, int],
+        allocate: Allocate,
+        disk: Disk,
+        rank: int,
         spares: Collection[Hashable] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._store = store = FileStore(disk.folder, rank, disk.block_size, disk.queue_depth)
         self._regions: dict[Hashable, Region] = {key: store.allocate(size) for key, size in sizes.items()}
         for key in spares:

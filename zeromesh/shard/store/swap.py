@@ -167,9 +167,14 @@ class Swap:
     """Loads masters and optimizer states of flat buffers, in turn or one at a time, and takes them back."""
 
     def __init__(
-        self, dtypes: Mapping[Flat, torch.dtype], form: StateForm, place: StorePlace, mesh: Mesh,
-        early: Collection[Flat] = (), stored: Stored | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        dtypes: Mapping[Flat, torch.dtype],
+        form: StateForm,
+        place: StorePlace,
+        mesh: Mesh,
+        early: Collection[Flat] = (),
+        stored: Stored | None = None,
+    ) -> None:
         self._rows = {flat: Rows(flat, dtype, form) for flat, dtype in dtypes.items()}
         sizes: dict[Hashable, int] = {
             (flat, window.start): rows.block_bytes(window)

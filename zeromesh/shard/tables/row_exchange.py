@@ -40,9 +40,13 @@ class Route:
 
 
 def ask(
-    group: Group, tag: int, requests: Sequence[RowRequest], places: int, failure: tuple[int, Exception] | None = None,
+    group: Group,
+    tag: int,
+    requests: Sequence[RowRequest],
+    places: int,
+    failure: tuple[int, Exception] | None = None,
     engine: int = 0,
-) -> Route:  # fmt: skip
+) -> Route:
     """Tell each rank which of its rows this one asks for. Collective.
 
     Ranks may have come to different lookups, as where only one of them prints a result. The requests that all ranks

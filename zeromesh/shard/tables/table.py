@@ -142,9 +142,15 @@ class Table:
     """One table: its rows here, their gradients and their updates."""
 
     def __init__(
-        self, name: str, module: Any, number: int, mesh: Mesh, tier: Tier, dtype: torch.dtype,
+        self,
+        name: str,
+        module: Any,
+        number: int,
+        mesh: Mesh,
+        tier: Tier,
+        dtype: torch.dtype,
         sent: torch.dtype | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         weight = module.weight
         self.name, self.module, self.index = name, module, number
         self.count, self.width = weight.shape
@@ -152,9 +158,14 @@ class Table:
         self.per_rank = -(-self.count // self.group.size)
         self.wire = dtype  # in which rows travel and are computed with
         row = PlacementRow(
-            Placement.SHARDED, Placement.SHARDED, Placement.SHARDED, parameter_tier=tier, gradient_tier=tier,
-            optimizer_tier=tier, pinned=False,
-        )  # fmt: skip
+            Placement.SHARDED,
+            Placement.SHARDED,
+            Placement.SHARDED,
+            parameter_tier=tier,
+            gradient_tier=tier,
+            optimizer_tier=tier,
+            pinned=False,
+        )
         along = mesh.group("tensor")  # each of its ranks has a copy of the rows; the first one counts and writes
         held_part = Held(tuple(weight.shape), rank=along.rank, ranks=along.size)
         segment = Segment(f"{name}.weight", weight.shape, 0, weight.numel(), held_part)

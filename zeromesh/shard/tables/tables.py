@@ -44,9 +44,13 @@ class Tables:
     """Tables of one model, in the order of its modules."""
 
     def __init__(
-        self, settings: TableSettings | None, mesh: Mesh, first: int, chosen: Mapping[int, torch.dtype],
+        self,
+        settings: TableSettings | None,
+        mesh: Mesh,
+        first: int,
+        chosen: Mapping[int, torch.dtype],
         wire: torch.dtype | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._settings = settings or TableSettings()
         self._mesh = mesh
         self.every = [
@@ -68,9 +72,12 @@ class Tables:
         return [table.flat for table in self.every]
 
     def place(
-        self, materialise: Callable[[str, nn.Parameter], Source | None] | None, mixed: bool, arrived: Arrived,
+        self,
+        materialise: Callable[[str, nn.Parameter], Source | None] | None,
+        mixed: bool,
+        arrived: Arrived,
         store: Tiers,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Place all rows, and replace the modules' forwards. Collective; see ``Table.place`` and ``Table.spread``."""
         # Stages of a pipeline without tables take part in the agreement.
         if not self.every and self._mesh.sizes["pipeline"] == 1:
@@ -235,9 +242,12 @@ def _embedding(module: Any, name: str, input: torch.Tensor) -> TableCall:
 
 
 def _bag(
-    module: Any, name: str, input: torch.Tensor, offsets: torch.Tensor | None = None,
+    module: Any,
+    name: str,
+    input: torch.Tensor,
+    offsets: torch.Tensor | None = None,
     per_sample_weights: torch.Tensor | None = None,
-) -> TableCall:  # fmt: skip
+) -> TableCall:
     ids, inverse = _distinct(input)
     padding, shape = _place_of(module.padding_idx, ids), input.shape
 
@@ -245,9 +255,14 @@ def _bag(
         if not rows.shape[0]:  # torch wants a row, also where no bag has one
             rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
         return F.embedding_bag(
-            inverse.view(shape), rows, offsets, mode=module.mode, per_sample_weights=weights,
-            include_last_offset=module.include_last_offset, padding_idx=padding,
-        )  # fmt: skip
+            inverse.view(shape),
+            rows,
+            offsets,
+            mode=module.mode,
+            per_sample_weights=weights,
+            include_last_offset=module.include_last_offset,
+            padding_idx=padding,
+        )
 
     first, second = (None if tensor is None else tensor.detach().clone() for tensor in (offsets, per_sample_weights))
     failure = _wrong(name, module.num_embeddings, input, offsets)

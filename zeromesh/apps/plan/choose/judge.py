@@ -79,10 +79,15 @@ class LayoutJudgement:
         """Return all for ``json.dumps``."""
         candidate = self.candidate
         return {
-            "layout": layout_text(candidate.layout), "fits": self.fits, "lacks": self.over, "states": self.states,
-            "seconds": candidate.time.seconds, "waits": dict(candidate.time.waits), "answer": self.sentences,
+            "layout": layout_text(candidate.layout),
+            "fits": self.fits,
+            "lacks": self.over,
+            "states": self.states,
+            "seconds": candidate.time.seconds,
+            "waits": dict(candidate.time.waits),
+            "answer": self.sentences,
             "better": [{"layout": layout_text(b.layout), "seconds": b.time.seconds} for b in self.better],
-        }  # fmt: skip
+        }
 
 
 def judge(request: PlanRequest, layout: ParallelLayout) -> LayoutJudgement:

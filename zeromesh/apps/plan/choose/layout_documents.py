@@ -39,10 +39,20 @@ def written_run(layout: ParallelLayout, precision: str) -> WrittenRun:
     # Two slots are the default, and rows with whole parameters have none for them.
     slots = layout.parameter_slots if sharded and layout.parameter_slots != 2 else None
     return WrittenRun(
-        layout.samples, layout.micro_batch, layout.accumulation, layout.sizes,
-        layout.row, layout.schedule, layout.chunks, GRANULARITY.get(layout.recompute, ""), layout.activations_on_host,
-        layout.sequence, slots, layout.gradient_slots if layout.gradient_slots != 2 else None, precision,
-    )  # fmt: skip
+        layout.samples,
+        layout.micro_batch,
+        layout.accumulation,
+        layout.sizes,
+        layout.row,
+        layout.schedule,
+        layout.chunks,
+        GRANULARITY.get(layout.recompute, ""),
+        layout.activations_on_host,
+        layout.sequence,
+        slots,
+        layout.gradient_slots if layout.gradient_slots != 2 else None,
+        precision,
+    )
 
 
 def is_accepted(layout: ParallelLayout, device: Device) -> bool:
@@ -73,16 +83,24 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
     least = SCHEDULES[name].chunks[0] if name in SCHEDULES else 1
     costs = settings.pipeline.costs if sizes["pipeline"] > 1 else None
     layout = ParallelLayout(
-        **{axis: sizes[axis] for axis in PLANNED}, row=settings.row,
-        micro_batch=resolved.train_micro_batch_size_per_gpu, accumulation=resolved.gradient_accumulation_steps,
-        schedule=name, chunks=settings.pipeline.chunks or least, costs=read_costs(Path(costs)) if costs else None,
+        **{axis: sizes[axis] for axis in PLANNED},
+        row=settings.row,
+        micro_batch=resolved.train_micro_batch_size_per_gpu,
+        accumulation=resolved.gradient_accumulation_steps,
+        schedule=name,
+        chunks=settings.pipeline.chunks or least,
+        costs=read_costs(Path(costs)) if costs else None,
         recompute=POLICIES[recomputed.granularity] if recomputed.enabled else Recompute.NONE,
         activations_on_host=recomputed.enabled and recomputed.cpu_checkpointing,
-        sequence=settings.tensor_parallel.sequence, parameter_slots=settings.slots.parameter or 2,
-        gradient_slots=settings.slots.gradient or 2, early=settings.zero_optimization.early_share or 0.0,
+        sequence=settings.tensor_parallel.sequence,
+        parameter_slots=settings.slots.parameter or 2,
+        gradient_slots=settings.slots.gradient or 2,
+        early=settings.zero_optimization.early_share or 0.0,
         in_parts=named is None or is_elementwise(named.type, named.params),
-        widths=widths_of(settings), tables=tables_of(settings), products="fp8" if float8.enabled else "",
-    )  # fmt: skip
+        widths=widths_of(settings),
+        tables=tables_of(settings),
+        products="fp8" if float8.enabled else "",
+    )
     return layout, precision
 
 

@@ -155,9 +155,14 @@ class LayoutSpace:
                     (Recompute.BLOCKS, True),
                 ):
                     yield replace(
-                        base, micro_batch=micro, accumulation=count, schedule=schedule, chunks=chunks,
-                        recompute=recompute, activations_on_host=on_host,
-                    )  # fmt: skip
+                        base,
+                        micro_batch=micro,
+                        accumulation=count,
+                        schedule=schedule,
+                        chunks=chunks,
+                        recompute=recompute,
+                        activations_on_host=on_host,
+                    )
 
     def _splits(self, ranks: int) -> bool:
         """Return whether layers can be split over so many ranks."""

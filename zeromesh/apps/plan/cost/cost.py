@@ -56,9 +56,13 @@ class Frozen(NamedTuple):
     def plus(self, other: Frozen) -> Frozen:
         """Return both together."""
         return Frozen(
-            self.elements + other.elements, self.sharded.plus(other.sharded), self.resident.plus(other.resident),
-            self.whole + other.whole, max(self.unpacked, other.unpacked), self.packed + other.packed,
-        )  # fmt: skip
+            self.elements + other.elements,
+            self.sharded.plus(other.sharded),
+            self.resident.plus(other.resident),
+            self.whole + other.whole,
+            max(self.unpacked, other.unpacked),
+            self.packed + other.packed,
+        )
 
 
 ALL_TRAINED = Frozen()

@@ -74,9 +74,14 @@ class TracedCost:
     """
 
     def __init__(
-        self, model: nn.Module | Callable[[], nn.Module], inputs: Inputs | InputsOf,
-        options: TraceOptions | None = None, loss: Loss | None = None, *, name: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        inputs: Inputs | InputsOf,
+        options: TraceOptions | None = None,
+        loss: Loss | None = None,
+        *,
+        name: str = "",
+    ) -> None:
         is_module = isinstance(model, nn.Module)
         self._make: Callable[[], nn.Module] = (lambda: model) if isinstance(model, nn.Module) else model
         self._inputs: InputsOf = inputs if callable(inputs) else resized(inputs)
@@ -204,12 +209,20 @@ def _table(
             covers: dict[str, Any] = {key: _cover([pair[number] for pair in pairs]) for key, pairs in peaks.items()}
             costs[number].append(
                 UnitCost(
-                    unit.name, unit.block, unit.parameters, unit.frozen, saved=unit.saved,
-                    output=unit.output, joins=unit.joins, resident=unit.resident, single=unit.tensors == 1,
+                    unit.name,
+                    unit.block,
+                    unit.parameters,
+                    unit.frozen,
+                    saved=unit.saved,
+                    output=unit.output,
+                    joins=unit.joins,
+                    resident=unit.resident,
+                    single=unit.tensors == 1,
                     tables=tuple(unit.tables),
-                    **covers, **works[number],
+                    **covers,
+                    **works[number],
                 )
-            )  # fmt: skip
+            )
     models = tuple(
         ModelCost(name, b, sequence, 1, tuple(units), note=note) for b, units in zip(batches, costs, strict=True)
     )

@@ -35,7 +35,7 @@ LOSS_BYTES = 4  # of an element of the logits in the loss, which is computed in 
 
 def estimate(
     model: nn.Module, name: str, micro_batch: int, sequence: int, options: TraceOptions, reason: str
-) -> ModelCost:  # fmt: skip
+) -> ModelCost:
     """Return a cost by formula: each token goes once through every layer, and autograd keeps what layers read.
 
     Convolutions, and attention's products of activations, are left out.
@@ -138,9 +138,17 @@ class _Layers:
         # A gradient beside the largest activation; of logits, the loss computes in fp32.
         loss = self.largest.times(LOSS_BYTES / self.width) if not block else NONE
         return UnitCost(
-            name, block, elements, frozen,
+            name,
+            block,
+            elements,
+            frozen,
             saved=dict.fromkeys(Recompute, self.saved) | {Recompute.BLOCKS: inputs},
-            output=self.hidden, forward_peak=self.largest.plus(loss),
-            backward_peak=self.largest.times(2.0).plus(loss), forward=works, input=works, weight=works,
-            gradient_peak=self.largest.times(2.0).plus(loss), resident=elements if root else NONE,
-        )  # fmt: skip
+            output=self.hidden,
+            forward_peak=self.largest.plus(loss),
+            backward_peak=self.largest.times(2.0).plus(loss),
+            forward=works,
+            input=works,
+            weight=works,
+            gradient_peak=self.largest.times(2.0).plus(loss),
+            resident=elements if root else NONE,
+        )

@@ -302,9 +302,17 @@ class StorageRecorder(OperatorListener):
         return TensorShare.TOKENS if self.block else TensorShare.WHOLE
 
     def _kernels(
-        self, func: Any, facts: _Facts, args: Any, kwargs: Any, result: Any,
-        operands: list[tuple[Tensor, TracedStorage]], results: list[Tensor], cut: ParameterCut | None, phase: str,
-    ) -> Iterator[tuple[KernelWork, str]]:  # fmt: skip
+        self,
+        func: Any,
+        facts: _Facts,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        operands: list[tuple[Tensor, TracedStorage]],
+        results: list[Tensor],
+        cut: ParameterCut | None,
+        phase: str,
+    ) -> Iterator[tuple[KernelWork, str]]:
         share = max((stored.share for _, stored in operands), default=TensorShare.WHOLE)
         share = TensorShare.SPLIT if cut else share
         moved = NONE

@@ -42,9 +42,16 @@ def _on_meta(chosen: Callable[..., Any], plain: Callable[..., Any]) -> Callable[
 
 
 def _attention_on_cpu(
-    plain: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+    plain: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     same = query.shape[-1] == key.shape[-1] == value.shape[-1]
     fits = same and query.ndim == 4 and dropout_p == 0.0 and all(x.stride(-1) == 1 for x in (query, key, value))
     if not fits or (attn_mask is not None and (attn_mask.requires_grad or attn_mask.ndim not in (2, 4))):
@@ -56,9 +63,16 @@ def _attention_on_cpu(
 
 
 def _attention_on_gpu(
-    plain: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+    plain: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     width, dense = query.shape[-1], query.ndim == 4
     same = width == key.shape[-1] == value.shape[-1]
     graded = any(x.requires_grad for x in (query, key, value))
@@ -108,9 +122,15 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool,
+        ctx: Any,
+        x: Tensor,
+        shape: list[int],
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        centred: bool,
         dtype: torch.dtype,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Return an output of the input's shape; ``dtype`` is that of the numbers of rows."""
         out, mean, inverse = torch.native_layer_norm(x, shape, weight, bias, eps)
         rows = (mean.to(dtype), inverse.to(dtype)) if centred else (inverse.to(dtype),)
@@ -130,9 +150,12 @@ class _Norm(torch.autograd.Function):
 
 
 def _norm_on_gpu(
-    plain: Callable[..., Tensor], x: Tensor, normalized_shape: list[int], weight: Tensor | None = None,
+    plain: Callable[..., Tensor],
+    x: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
     eps: float | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     # Inputs and weights of several dtypes have no fused kernel.
     if weight is not None and weight.dtype != x.dtype:
         return plain(x, normalized_shape, weight, eps)
@@ -140,9 +163,13 @@ def _norm_on_gpu(
 
 
 def _norm_on_cpu(
-    plain: Callable[..., Tensor], x: Tensor, normalized_shape: list[int], weight: Tensor | None = None,
-    bias: Tensor | None = None, eps: float = 1e-5,
-) -> Tensor:  # fmt: skip
+    plain: Callable[..., Tensor],
+    x: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
     # In 16 bits throughout, the numbers of rows are so, too; on GPUs they are in fp32.
     if x.dtype not in (torch.float16, torch.bfloat16) or (weight is not None and weight.dtype != x.dtype):
         return plain(x, normalized_shape, weight, bias, eps)

@@ -30,16 +30,19 @@ _ROWS: dict[str, tuple[TransformerShape, dict[str, Any]]] = {
     "llama-2-13b": (LLAMA, {"layers": 40, "hidden": 5120, "heads": 40, "width": 13824}),
     "llama-2-70b": (LLAMA, {"layers": 80, "hidden": 8192, "heads": 64, "width": 28672, "kv_heads": 8}),
     "llama-3-8b": (
-        LLAMA, {"layers": 32, "hidden": 4096, "heads": 32, "width": 14336, "kv_heads": 8, "vocabulary": 128256},
+        LLAMA,
+        {"layers": 32, "hidden": 4096, "heads": 32, "width": 14336, "kv_heads": 8, "vocabulary": 128256},
     ),
     "llama-3-70b": (
-        LLAMA, {"layers": 80, "hidden": 8192, "heads": 64, "width": 28672, "kv_heads": 8, "vocabulary": 128256},
+        LLAMA,
+        {"layers": 80, "hidden": 8192, "heads": 64, "width": 28672, "kv_heads": 8, "vocabulary": 128256},
     ),
     "llama-3-405b": (
-        LLAMA, {"layers": 126, "hidden": 16384, "heads": 128, "width": 53248, "kv_heads": 8, "vocabulary": 128256},
+        LLAMA,
+        {"layers": 126, "hidden": 16384, "heads": 128, "width": 53248, "kv_heads": 8, "vocabulary": 128256},
     ),
     "mistral-7b": (LLAMA, {"layers": 32, "hidden": 4096, "heads": 32, "width": 14336, "kv_heads": 8}),
-}  # fmt: skip
+}
 
 MODELS = {name: replace(base, name=name, **sizes) for name, (base, sizes) in _ROWS.items()}
 

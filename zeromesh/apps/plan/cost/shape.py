@@ -93,12 +93,15 @@ def _embedding(shape: TransformerShape, tokens: float) -> UnitCost:
     mask = Divided(tokens=tokens * hidden) if shape.dropout else NONE
     parameters = Divided(split=shape.vocabulary * hidden, whole=shape.positions * hidden)
     return UnitCost(
-        "embedding", False, parameters, resident=parameters,
+        "embedding",
+        False,
+        parameters,
+        resident=parameters,
         largest=Divided(split=shape.vocabulary * hidden),
         # Token numbers of 8 bytes; they are whole on every rank.
         saved=dict.fromkeys(Recompute, mask.plus(Divided(whole=8 * tokens))),
         output=Divided(tokens=2 * tokens * hidden),
-    )  # fmt: skip
+    )
 
 
 def _block(shape: TransformerShape, rule: ActivationRule, tokens: float, length: float, context: int) -> UnitCost:
@@ -143,17 +146,21 @@ def _block(shape: TransformerShape, rule: ActivationRule, tokens: float, length:
     if rule.context_gathers and context > 1:
         backward = backward.plus(Divided(split=2 * tokens * context * (kept_heads - query)))
     return UnitCost(
-        "block", True, Divided(split=float(matrices)).plus(biases).plus(norms),
+        "block",
+        True,
+        Divided(split=float(matrices)).plus(biases).plus(norms),
         largest=Divided(split=float(hidden * width * gates)),
         saved={
-            Recompute.NONE: rest.plus(scores), Recompute.SELECTIVE: selective, Recompute.BLOCKS: stream,
+            Recompute.NONE: rest.plus(scores),
+            Recompute.SELECTIVE: selective,
+            Recompute.BLOCKS: stream,
             Recompute.PRODUCTS: stream.plus(results),
         },
         output=stream,
         forward_peak=stream.plus(Divided(split=2 * tokens * width)),
         backward_peak=backward,
         joins=4 * tokens * hidden,
-    )  # fmt: skip
+    )
 
 
 def _head(shape: TransformerShape, rule: ActivationRule, tokens: float) -> UnitCost:
@@ -170,12 +177,17 @@ def _head(shape: TransformerShape, rule: ActivationRule, tokens: float) -> UnitC
     gathered = Divided(tokens=-stream_size, whole=2 * stream_size)  # its own and the gradient of it
     saved = stream.times(2).plus(logits.times(rule.logits_kept))
     return UnitCost(
-        "head", False, parameters, resident=parameters, largest=table, shared=table if shape.tied else NONE,
+        "head",
+        False,
+        parameters,
+        resident=parameters,
+        largest=table,
+        shared=table if shape.tied else NONE,
         saved=dict.fromkeys(Recompute, saved),
         output=Divided(whole=4.0),
         forward_peak=logits.times(max(0.0, rule.logits_forward - rule.logits_kept)),
         backward_peak=logits.times(max(0.0, rule.logits_backward - rule.logits_kept)).plus(gathered),
-    )  # fmt: skip
+    )
 
 
 # Operations by kernel: 2 T k n for a product of T rows; half of attention's products over a causal mask where its
@@ -207,8 +219,10 @@ def block_kernels(shape: TransformerShape, micro_batch: int, sequence: int, cont
     attention, attention_back = _attention(shape, micro_batch, sequence, context)
     masks = tokens * hidden if shape.dropout else 0
     # Two norms, each read once and written once, and two sums with what goes around them.
-    around = [_moving(WorkKind.NORM, tokens=2 * BYTES * tokens * hidden, count=2),
-              _moving(WorkKind.ELEMENTWISE, tokens=3 * BYTES * tokens * hidden + masks, count=2)]  # fmt: skip
+    around = [
+        _moving(WorkKind.NORM, tokens=2 * BYTES * tokens * hidden, count=2),
+        _moving(WorkKind.ELEMENTWISE, tokens=3 * BYTES * tokens * hidden + masks, count=2),
+    ]
     around_back = [_moving(WorkKind.NORM, tokens=4 * BYTES * tokens * hidden, count=2)]
     if shape.dropout:
         around_back.append(_moving(WorkKind.ELEMENTWISE, tokens=2 * BYTES * tokens * hidden + masks, count=2))
@@ -290,8 +304,11 @@ def _attention(
     # Scores are written by a product, read and written by the softmax and by the dropout, and read by a product.
     dropped = 5 if shape.dropout else 0
     product = KernelWork(
-        WorkKind.ATTENTION, Divided(split=2.0 * scores * head),
-        Divided(split=float(BYTES * micro_batch * query * (length + sequence))), (length, sequence, head), count=2,
-    )  # fmt: skip
+        WorkKind.ATTENTION,
+        Divided(split=2.0 * scores * head),
+        Divided(split=float(BYTES * micro_batch * query * (length + sequence))),
+        (length, sequence, head),
+        count=2,
+    )
     around, around_back = (_moving(WorkKind.ATTENTION, split=scores * (each + dropped)) for each in (8, 14))
     return [product, around], [replace(product, count=4), around_back]

@@ -22,9 +22,12 @@ CONFIG = "config.json"
 
 
 def hugging_face_cost(
-    source: Any, options: TraceOptions | None = None, *, attention: str = "",
+    source: Any,
+    options: TraceOptions | None = None,
+    *,
+    attention: str = "",
     adapt: Callable[[nn.Module], nn.Module] = lambda model: model,
-) -> TracedCost:  # fmt: skip
+) -> TracedCost:
     """Return the cost of a model of transformers, which is made on the meta device when a trace is needed.
 
     Args:

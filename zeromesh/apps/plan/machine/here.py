@@ -101,10 +101,19 @@ def _measured(ranks: int, nodes: int) -> Machine:
     copies = LinkSpeed(bandwidth / 4, 1e-4, shared=ranks)  # two copies of each message, through the host's memory
     node = Node(
         Device(
-            "this machine", memory, flops, bandwidth / (1 if accelerators else ranks), reserved=0.0,
+            "this machine",
+            memory,
+            flops,
+            bandwidth / (1 if accelerators else ranks),
+            reserved=0.0,
             processor=not accelerators,
         ),
-        ranks, copies,
-        LinkSpeed(bandwidth / 2, 1e-5, shared=ranks), host_memory, bandwidth, cores, name="this machine",
-    )  # fmt: skip
+        ranks,
+        copies,
+        LinkSpeed(bandwidth / 2, 1e-5, shared=ranks),
+        host_memory,
+        bandwidth,
+        cores,
+        name="this machine",
+    )
     return Machine(((node, nodes),), find_link("ethernet-10", ranks), "this machine")

@@ -196,14 +196,22 @@ def _device(alike: Sequence[NodeFacts]) -> tuple[Device, list[str]]:
     threads = len(alike[0].ranks) * (ranks[0]["threads"] or 0)
     turn = min(1.0, alike[0].cores / threads) if threads else 1.0
     device = Device(
-        name, ranks[0]["memory"] or alike[0].memory / len(alike[0].ranks),
-        {dtype: speed * turn for dtype, speed in products.flops.items()}, kernels.bandwidth * turn,
-        product_efficiency=1.0, memory_efficiency=1.0, launch=_typical(ranks, "launch") / turn,
+        name,
+        ranks[0]["memory"] or alike[0].memory / len(alike[0].ranks),
+        {dtype: speed * turn for dtype, speed in products.flops.items()},
+        kernels.bandwidth * turn,
+        product_efficiency=1.0,
+        memory_efficiency=1.0,
+        launch=_typical(ranks, "launch") / turn,
         reserved=statistics.median(rank["reserved"] for rank in ranks),
-        source="measured; the peaks are what large products reach", product_padding=products.padding,
-        product_fill=products.fill, cache=kernels.cache, cache_bandwidth=kernels.cache_bandwidth * turn,
-        **_fused(ranks, products, turn), processor=not ranks[0]["memory"],
-    )  # fmt: skip
+        source="measured; the peaks are what large products reach",
+        product_padding=products.padding,
+        product_fill=products.fill,
+        cache=kernels.cache,
+        cache_bandwidth=kernels.cache_bandwidth * turn,
+        **_fused(ranks, products, turn),
+        processor=not ranks[0]["memory"],
+    )
     accelerator = find_accelerator(name)
     if accelerator is None:
         return device, notes
@@ -212,10 +220,13 @@ def _device(alike: Sequence[NodeFacts]) -> tuple[Device, list[str]]:
     reached = min(1.0, products.flops[half] / accelerator.flops[half])
     flops = accelerator.flops | {dtype: speed / reached for dtype, speed in products.flops.items() if dtype != half}
     return replace(
-        device, flops=flops, bandwidth=accelerator.bandwidth * 1e9, product_efficiency=reached,
+        device,
+        flops=flops,
+        bandwidth=accelerator.bandwidth * 1e9,
+        product_efficiency=reached,
         memory_efficiency=min(1.0, kernels.bandwidth / (accelerator.bandwidth * 1e9)),
         source=f"measured; peak in {half} and bandwidth: {accelerator.source}",
-    ), notes  # fmt: skip
+    ), notes
 
 
 def _fused(ranks: Sequence[Mapping[str, Any]], products: ProductFit, turn: float) -> dict[str, float]:

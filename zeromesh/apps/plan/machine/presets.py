@@ -134,9 +134,15 @@ def _speed(text: str) -> LinkRow | None:
 
 
 def cluster(
-    gpu: str = "", gpus: int | None = None, nodes: int = 1, node: str = "", inside: str = "", between: str = "",
-    host_memory: float | None = None, price: float = 0.0,
-) -> Machine:  # fmt: skip
+    gpu: str = "",
+    gpus: int | None = None,
+    nodes: int = 1,
+    node: str = "",
+    inside: str = "",
+    between: str = "",
+    host_memory: float | None = None,
+    price: float = 0.0,
+) -> Machine:
     """Return the machine of a command line: ``nodes`` equal nodes with ``gpus`` devices of a kind each.
 
     Args:
@@ -185,10 +191,19 @@ def cluster(
     # With fewer devices than the node has, fewer share its links.
     inner, host, outer = (replace(link, shared=min(link.shared, count)) for link in (inner, host, outer))
     built = Node(
-        device, count, inner, host, host_memory=row.memory * GIB * share if host_memory is None else host_memory,
-        host_bandwidth=row.channels * 1e9 * HOST_REACHED * share, cores=max(1, round(row.cores * share)),
-        disk_read=read * share, disk_write=write * share, disk=size * share, name=name, price=price,
-    )  # fmt: skip
+        device,
+        count,
+        inner,
+        host,
+        host_memory=row.memory * GIB * share if host_memory is None else host_memory,
+        host_bandwidth=row.channels * 1e9 * HOST_REACHED * share,
+        cores=max(1, round(row.cores * share)),
+        disk_read=read * share,
+        disk_write=write * share,
+        disk=size * share,
+        name=name,
+        price=price,
+    )
     return Machine(((built, nodes),), outer, f"{nodes} x {name}, {count} x {short} each", tuple(notes))
 
 

@@ -130,9 +130,19 @@ class Durations:
         hidden = self.habits.joins_hidden_back * (0.5 if layout.sequence else 1.0)
         visible_back = max(join * (1 - hidden), join - weight)
         return UnitTime(
-            unit.name, unit.block, forward, back, weight, again, visible, visible_back, visible * joins_again,
-            max(0.0, exchange - attention), max(0.0, 2 * exchange - 2 * attention), **states,
-        )  # fmt: skip
+            unit.name,
+            unit.block,
+            forward,
+            back,
+            weight,
+            again,
+            visible,
+            visible_back,
+            visible * joins_again,
+            max(0.0, exchange - attention),
+            max(0.0, 2 * exchange - 2 * attention),
+            **states,
+        )
 
     def _again(self, unit: UnitCost, forward: float) -> tuple[float, float]:
         """Return the seconds of recomputation, and how often the sums of tensor ranks are made again."""

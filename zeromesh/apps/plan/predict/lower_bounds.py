@@ -243,10 +243,17 @@ class TimeBound:
             units = Durations(replace(layout, micro_batch=1, row=row), self.machine, Habits()).units(cost)
             self._moves[key] = _Moves(*(sum(map(mul, map(attrgetter(n), units), counts)) for n in _Moves._fields))
         moves = self._moves[key]
-        return moves if share == 1 else moves._replace(
-            host_update=share * moves.host_update, states_read=share * moves.states_read,
-            states_written=share * moves.states_written, fetch=share * moves.fetch, read=share * moves.read,
-        )  # fmt: skip
+        return (
+            moves
+            if share == 1
+            else moves._replace(
+                host_update=share * moves.host_update,
+                states_read=share * moves.states_read,
+                states_written=share * moves.states_written,
+                fetch=share * moves.fetch,
+                read=share * moves.read,
+            )
+        )
 
 
 def held(layout: ParallelLayout) -> int:

@@ -89,9 +89,14 @@ def _simulated(ranks: int, microbatches: int, keep: bool) -> int:
 
 
 def pipelined(
-    name: str, ranks: int, microbatches: int, chunks: int, stages: Sequence[StageCost], keep: bool = False,
+    name: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int,
+    stages: Sequence[StageCost],
+    keep: bool = False,
     costs: Costs | None = None,
-) -> Run:  # fmt: skip
+) -> Run:
     """Simulate a schedule, whose actions are in the order that is good for ``costs``; None: for equal ones.
 
     In a steady state each group of as many micro-batches as ranks takes the same time, so that of many micro-batches

@@ -62,9 +62,13 @@ class RankMemory:
 
 
 def memory_of(
-    source: CostSource, sequence: int, layout: ParallelLayout, machine: Machine | None = None,
-    conventions: Convention = ZEROMESH, sums: SumPlace | None = None,
-) -> list[RankMemory]:  # fmt: skip
+    source: CostSource,
+    sequence: int,
+    layout: ParallelLayout,
+    machine: Machine | None = None,
+    conventions: Convention = ZEROMESH,
+    sums: SumPlace | None = None,
+) -> list[RankMemory]:
     """Return the memory of every pipeline rank.
 
     Args:
@@ -166,13 +170,26 @@ def _profile(unit: UnitCost, layout: ParallelLayout) -> _Profile:
     elements = unit.parameters.on(tensor) - unit.resident.on(tensor)
     single = unit.single and padded(elements, layout.widths.parameter, layout.data * layout.context) <= elements
     return _Profile(
-        unit.name, unit.block, unit.parameters.on(tensor), unit.frozen.sharded.on(tensor),
-        unit.frozen.resident.on(tensor), unit.frozen.whole, unit.resident.on(tensor), single, unit.largest.on(tensor),
-        unit.shared.on(tensor), saved, max(0.0, again), unit.forward_peak.on(tensor, sequence),
-        unit.backward_peak.on(tensor, sequence), unit.early_peak.on(tensor, sequence),
-        unit.gradient_peak.on(tensor, sequence), late,
-        unit.output.on(tensor, sequence), unit.tables,
-    )  # fmt: skip
+        unit.name,
+        unit.block,
+        unit.parameters.on(tensor),
+        unit.frozen.sharded.on(tensor),
+        unit.frozen.resident.on(tensor),
+        unit.frozen.whole,
+        unit.resident.on(tensor),
+        single,
+        unit.largest.on(tensor),
+        unit.shared.on(tensor),
+        saved,
+        max(0.0, again),
+        unit.forward_peak.on(tensor, sequence),
+        unit.backward_peak.on(tensor, sequence),
+        unit.early_peak.on(tensor, sequence),
+        unit.gradient_peak.on(tensor, sequence),
+        late,
+        unit.output.on(tensor, sequence),
+        unit.tables,
+    )
 
 
 def _in_chunks(unit: UnitCost, profile: _Profile, layout: ParallelLayout) -> _Profile:
@@ -228,9 +245,13 @@ class _Rank:
     """Moments of one pipeline rank."""
 
     def __init__(
-        self, chunks: Sequence[_Runs], states: RankStates, layout: ParallelLayout, convention: Convention,
+        self,
+        chunks: Sequence[_Runs],
+        states: RankStates,
+        layout: ParallelLayout,
+        convention: Convention,
         of_rows: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.chunks, self.states, self.layout, self.convention = chunks, states, layout, convention
         self.of_rows = of_rows  # bytes of gradients of tables' rows, which are kept until the update
         self.held = [sum(self.kept(unit) * count for unit, count in runs) for runs in chunks]
@@ -332,9 +353,14 @@ class _Rank:
                 done += unit.parameters * (following - number)
 
     def moment(
-        self, parts: dict[str, float], full: Mapping[str, float], unit: _Profile, saved: float, temporary: float,
+        self,
+        parts: dict[str, float],
+        full: Mapping[str, float],
+        unit: _Profile,
+        saved: float,
+        temporary: float,
         label: str,
-    ) -> Moment:  # fmt: skip
+    ) -> Moment:
         """Return the bytes while a unit is computed with, beside those that rest and whole gradients."""
         for state, size in full.items():
             parts[state] = parts.get(state, 0.0) + size
@@ -343,9 +369,7 @@ class _Rank:
             parts["temporary"] += 2 * unit.saved  # one is computed with, one is on its way
         return Moment(label, parts)
 
-    def backward(
-        self, unit: _Profile, full: _FullGradients, kind: Kind
-    ) -> Iterator[tuple[float, dict[str, float]]]:  # fmt: skip
+    def backward(self, unit: _Profile, full: _FullGradients, kind: Kind) -> Iterator[tuple[float, dict[str, float]]]:
         """Yield temporary bytes, and those of whole gradients by state, of the moments of a unit's backward."""
         if not self.convention.engine:
             block = unit.parameters if unit.block else 0.0

@@ -50,8 +50,9 @@ def snapshots_of(
 def _plain_order(most: int, microbatches: int) -> tuple[Snapshot, ...]:
     """Return the actions of a rank that fills up, and then computes a backward and a forward in turn."""
     shots = [
-        Snapshot(Kind.FORWARD, 0, (most - 1,), (False,)), Snapshot(Kind.BACKWARD, 0, (most,), (False,)),
-    ]  # fmt: skip
+        Snapshot(Kind.FORWARD, 0, (most - 1,), (False,)),
+        Snapshot(Kind.BACKWARD, 0, (most,), (False,)),
+    ]
     if microbatches > most:
         shots.append(Snapshot(Kind.FORWARD, 0, (most - 1,), (True,)))
     if microbatches > 1:

@@ -45,9 +45,14 @@ class StepTime:
 
 
 def time_of(
-    source: CostSource, sequence: int, layout: ParallelLayout, machine: Machine, *,
-    habits: Habits | None = None, intervals: bool = False,
-) -> StepTime:  # fmt: skip
+    source: CostSource,
+    sequence: int,
+    layout: ParallelLayout,
+    machine: Machine,
+    *,
+    habits: Habits | None = None,
+    intervals: bool = False,
+) -> StepTime:
     """Return the time of one step: of all micro-batches, of communication that is not hidden, and of the update.
 
     The step is one of many: it begins with the update for which the step before has made the gradients.
@@ -94,10 +99,17 @@ _Found = tuple[float, dict[str, float], list[Interval]]
 def _alone(units: Sequence[UnitTime], durations: Durations, keep: bool) -> _Found:
     layout, habits = durations.layout, durations.habits
     rules = streams.StreamRules(
-        durations.sharded, durations.split, durations.reduces_each, layout.parameter_slots, layout.gradient_slots,
-        layout.accumulation, habits.reduces_early, habits.publishes_early, habits.overhead,
+        durations.sharded,
+        durations.split,
+        durations.reduces_each,
+        layout.parameter_slots,
+        layout.gradient_slots,
+        layout.accumulation,
+        habits.reduces_early,
+        habits.publishes_early,
+        habits.overhead,
         durations.serial,
-    )  # fmt: skip
+    )
     seconds, waits, intervals = streams.run(_contended(units, durations), rules, keep)
     return seconds, waits, [Interval(0, *interval) for interval in intervals]
 
@@ -237,9 +249,15 @@ def _reduced(units: Sequence[UnitTime], durations: Durations, end: float, free: 
 
 
 def _rank_waits(
-    units: Sequence[UnitTime], places: Sequence[range], run: Run, last: Sequence[float], replicas: Sequence[float],
-    updates: Sequence[_Update], messages: Sequence[float], durations: Durations,
-) -> dict[str, float]:  # fmt: skip
+    units: Sequence[UnitTime],
+    places: Sequence[range],
+    run: Run,
+    last: Sequence[float],
+    replicas: Sequence[float],
+    updates: Sequence[_Update],
+    messages: Sequence[float],
+    durations: Durations,
+) -> dict[str, float]:
     """Return what the rank that computes most spends a step on."""
     ranks, accumulation = len(updates), durations.layout.accumulation
     rank = max(range(ranks), key=lambda index: run.busy[index])

@@ -17,7 +17,7 @@ from zeromesh.apps.train.data.hub_datasets import is_dataset_id
 from zeromesh.apps.train.data.records import KINDS, read_record, share_of
 from zeromesh.apps.train.data.sources import Part, find_documents, look, names_of
 from zeromesh.apps.train.data.text_formats import INDEXED, Document, placed, portions, read_portion
-from zeromesh.apps.train.data.token_store import (  # fmt: skip
+from zeromesh.apps.train.data.token_store import (
     PreparedData,
     TokenSet,
     divide,

@@ -17,7 +17,7 @@ from pathlib import Path
 from zeromesh.apps.train.data.hub_datasets import dataset_folder, is_dataset_id
 from zeromesh.apps.train.data.indexed import ENDINGS, MASK, file_of, prefix_of
 from zeromesh.apps.train.data.records import KINDS, kind_of
-from zeromesh.apps.train.data.text_formats import (  # fmt: skip
+from zeromesh.apps.train.data.text_formats import (
     INDEXED,
     Document,
     cut_before,

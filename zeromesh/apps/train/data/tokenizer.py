@@ -137,8 +137,10 @@ def _cut_words(texts: Iterable[str]) -> Iterator[str]:
         _log.warning(
             "the training text has %d words of more than %s characters without a blank, the longest of %s: the "
             "vocabulary is learned from pieces of them; is it text, or are these data in a text file?",
-            count, f"{LONGEST_WORD:,}", f"{longest:,}",
-        )  # fmt: skip
+            count,
+            f"{LONGEST_WORD:,}",
+            f"{longest:,}",
+        )
 
 
 def stream_text(tokenizer: TextTokenizer, ids: Iterable[int], before: Sequence[int] = ()) -> Iterator[str]:

@@ -57,9 +57,14 @@ def examine(model: nn.Module, patterns: Sequence[str] = (), sample: ModelInput |
 
 
 def _blocks(
-    model: nn.Module, names: Sequence[str], types: Sequence[str], placed: Mapping[str, Collection[int]],
-    buffers: Mapping[str, int], operations: Sequence[float] | None, finer: tuple[str, ...],
-) -> Blocks:  # fmt: skip
+    model: nn.Module,
+    names: Sequence[str],
+    types: Sequence[str],
+    placed: Mapping[str, Collection[int]],
+    buffers: Mapping[str, int],
+    operations: Sequence[float] | None,
+    finer: tuple[str, ...],
+) -> Blocks:
     sizes = [0.0] * len(names)
     for name, parameter in model.named_parameters():
         for block in placed[name]:
@@ -196,9 +201,12 @@ def _by_registration(model: nn.Module, position: Mapping[str, int]) -> dict[str,
 
 
 def take_away(
-    model: nn.Module, cut: Cut, stages: Sequence[int], precision: Precision | None = None,
+    model: nn.Module,
+    cut: Cut,
+    stages: Sequence[int],
+    precision: Precision | None = None,
     device: torch.device | None = None,
-) -> list[Place]:  # fmt: skip
+) -> list[Place]:
     """Remove the parameters, and the buffers that are state, of all but some stages; return the parameters' places.
 
     Stand-ins have the dtypes of the run; without a ``precision``, the parameters' own.

@@ -150,9 +150,14 @@ class Interpreter:
         self._programs: dict[tuple[int, int], _Program] = {}
 
     def run(
-        self, schedule: Schedule, rank: int, batches: Sequence[Any], signatures: Sequence[Any],
-        recorder: Recorder | None = None, sends_all: bool = False,
-    ) -> list[Tensor]:  # fmt: skip
+        self,
+        schedule: Schedule,
+        rank: int,
+        batches: Sequence[Any],
+        signatures: Sequence[Any],
+        recorder: Recorder | None = None,
+        sends_all: bool = False,
+    ) -> list[Tensor]:
         """Do a rank's actions; return the detached losses in the order of micro-batches, none without the last stage.
 
         Args:
@@ -192,9 +197,14 @@ class _Running:
     """One run of a schedule. What it keeps of a micro-batch in a stage has its place, ``(stage, micro-batch)``."""
 
     def __init__(
-        self, interpreter: Interpreter, program: _Program, batches: Sequence[Any], signatures: Sequence[Any],
-        recorder: Recorder | None, sends_all: bool,
-    ) -> None:  # fmt: skip
+        self,
+        interpreter: Interpreter,
+        program: _Program,
+        batches: Sequence[Any],
+        signatures: Sequence[Any],
+        recorder: Recorder | None,
+        sends_all: bool,
+    ) -> None:
         self.losses: dict[int, Tensor] = {}
         self._stages, self._messages, self._work = interpreter._stages, interpreter._messages, interpreter._work
         self._headers, self._announced = interpreter._headers, interpreter._announced

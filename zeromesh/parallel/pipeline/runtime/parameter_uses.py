@@ -55,8 +55,11 @@ def trace(model: nn.Module, blocks: Sequence[str], run_input: ModelInput | None 
             # models go through texts in a loop of Python.
             longer = list(samples_of(model, length))[place]
             return _attempt(model, blocks, longer, reasons, MORE * traced.operators) or traced
-    _log.debug("%s is not traced, so what is outside of its blocks counts as used in the order of registration: %s",
-               type(model).__name__, reasons[-1] if reasons else "it is not known what inputs it takes")  # fmt: skip
+    _log.debug(
+        "%s is not traced, so what is outside of its blocks counts as used in the order of registration: %s",
+        type(model).__name__,
+        reasons[-1] if reasons else "it is not known what inputs it takes",
+    )
     return None
 
 

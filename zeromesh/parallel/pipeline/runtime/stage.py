@@ -91,9 +91,14 @@ class Stages:
         return BufferMemory(self._model.modules())
 
     def run(
-        self, stage: int, call: Callable[[], Any], received: Handed | None, places: Sequence[int] | None = None,
-        sends_all: bool = False, again: BufferMemory | None = None,
-    ) -> Any:  # fmt: skip
+        self,
+        stage: int,
+        call: Callable[[], Any],
+        received: Handed | None,
+        places: Sequence[int] | None = None,
+        sends_all: bool = False,
+        again: BufferMemory | None = None,
+    ) -> Any:
         """Run one stage of a forward; return outputs for the next stage, or, of the last stage, what ``call`` returned.
 
         Args:

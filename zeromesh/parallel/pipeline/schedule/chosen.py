@@ -24,9 +24,14 @@ class ChosenSchedule:
     """
 
     def __init__(
-        self, schedule: str | Path, ranks: int, microbatches: int, chunks: int | None = None, costs: str | None = None,
+        self,
+        schedule: str | Path,
+        ranks: int,
+        microbatches: int,
+        chunks: int | None = None,
+        costs: str | None = None,
         recompute: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._ranks, self._chunks, self._costs_file, self._recompute = ranks, chunks, costs, recompute
         self.name = str(schedule)
         self._read = self._from_file(schedule) if isinstance(schedule, Path) else None

@@ -174,9 +174,14 @@ def _fills_groups(microbatches: int, group: int, ranks: int) -> bool:
 
 
 def generate(
-    name: str, ranks: int, microbatches: int, chunks: int | None = None, group: int | None = None,
-    costs: Costs | None = None, memory: float | None = None,
-) -> Schedule:  # fmt: skip
+    name: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None = None,
+    group: int | None = None,
+    costs: Costs | None = None,
+    memory: float | None = None,
+) -> Schedule:
     """Make a schedule: what is computed, in which order. Passes in ``lowering.py`` add the rest.
 
     Args:
@@ -273,9 +278,11 @@ def _attempts(shape: Shape, costs: Costs, memory: float) -> Iterator[Callable[[f
             rules.append((fixed.placement, limit, ListRule(sequence=fixed.ranks, patience=patience)))
     deep = [(True, True), (True, False), (False, True)] if shape.chunks > 1 else [(True, True)]
     priorities = [
-        (Kind.INPUT, Kind.FORWARD, Kind.WEIGHT), (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT),
-        (Kind.INPUT, Kind.WEIGHT, Kind.FORWARD), (Kind.BACKWARD, Kind.FORWARD),
-    ]  # fmt: skip
+        (Kind.INPUT, Kind.FORWARD, Kind.WEIGHT),
+        (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT),
+        (Kind.INPUT, Kind.WEIGHT, Kind.FORWARD),
+        (Kind.BACKWARD, Kind.FORWARD),
+    ]
     for placement, limit, priority, (forward, backward), patience in product(
         _placements(shape), sorted(limits), priorities, deep, PATIENCE
     ):

@@ -158,9 +158,16 @@ def trace(
         for step, is_wait in [*((step, False) for step in listed), *((step, True) for step in waiting)]:
             kind, stage, microbatch = step.action
             text, category = (f"wait for {step.action}", "wait") if is_wait else (str(step.action), kind.name.lower())
-            events.append({
-                "ph": "X", "pid": number, "tid": step.rank, "name": text, "cat": category,
-                "ts": step.start * 1e6, "dur": (step.end - step.start) * 1e6,  # the format counts in microseconds
-                "args": {"stage": stage, "microbatch": microbatch},
-            })  # fmt: skip
+            events.append(
+                {
+                    "ph": "X",
+                    "pid": number,
+                    "tid": step.rank,
+                    "name": text,
+                    "cat": category,
+                    "ts": step.start * 1e6,
+                    "dur": (step.end - step.start) * 1e6,  # the format counts in microseconds
+                    "args": {"stage": stage, "microbatch": microbatch},
+                }
+            )
     return {"traceEvents": events, "displayTimeUnit": "ms"}

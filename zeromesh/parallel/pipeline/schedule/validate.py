@@ -10,9 +10,13 @@ from zeromesh.parallel.pipeline.schedule.simulate import Costs
 
 
 def validate(
-    schedule: Schedule, memory: float | None = None, costs: Costs | None = None, rendezvous: bool = False,
-    training: bool = True, messages: bool = False,
-) -> None:  # fmt: skip
+    schedule: Schedule,
+    memory: float | None = None,
+    costs: Costs | None = None,
+    rendezvous: bool = False,
+    training: bool = True,
+    messages: bool = False,
+) -> None:
     """Check that a schedule is complete, that its messages match, and that its ranks get to its end.
 
     Args:
