@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from harness import run_command
 from zeromesh.apps.plan.cost.cost_trace import TracedCost
 from zeromesh.base.dry.dry_run import DryRun, OperatorListener
 from zeromesh.base.dry.meta_values import META, on_meta, value_of
@@ -193,3 +195,23 @@ def test_a_loss_may_read_the_model_again_in_the_backward() -> None:
         return checkpoint(lambda x: head(x).sum(), output, use_reentrant=False)
 
     assert TracedCost(model, {"input": torch.empty(2, 4)}, loss=loss).at(2, 1).exact
+
+
+PLAN = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from zeromesh.apps.plan.cost.cost_trace import TracedCost
+
+assert TracedCost(nn.Linear(4, 4), {"input": torch.randn(3, 4)}, loss=lambda output: output.sum()).at(2, 1).exact
+with torch.device("meta"):
+    assert torch.tensor([1.0]).is_meta
+assert F.scaled_dot_product_attention in torch.overrides.get_overridable_functions()[F]
+print("as it was")
+"""
+
+
+def test_torch_knows_its_own_functions_after_the_first_plan_of_a_process() -> None:
+    # Models that transformers loads afterwards would have positions of random memory.
+    ended = run_command([sys.executable, "-c", PLAN])
+    assert "as it was" in ended.stdout, ended.stdout

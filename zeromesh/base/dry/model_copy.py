@@ -18,6 +18,8 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.overrides import get_ignored_functions, get_overridable_functions, get_testing_overrides
+from torch.utils._device import _device_constructors
 
 from zeromesh.base.containers import map_tensors
 from zeromesh.base.dry.meta_values import META, copied_value, give
@@ -55,9 +57,16 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 @contextmanager
 def dry(model: nn.Module) -> Iterator[None]:
     """Run copies of a model without memory in this context, of which nothing is left afterwards."""
+    _fill_caches()
     with undisturbed(), warnings.catch_warnings(), left_as_they_are(model):
         warnings.simplefilter("ignore")
         yield
+
+
+def _fill_caches() -> None:
+    """Let torch note its functions as they are: it would keep those that a context has put in their place."""
+    for listing in (_device_constructors, get_ignored_functions, get_testing_overrides, get_overridable_functions):
+        listing()
 
 
 def imitated(
