@@ -5,6 +5,8 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
+
 import zeromesh
 from harness import FOLDERS, run_command
 from zeromesh.apps.plan.choose.parallel_layout import PLANNED, ParallelLayout
@@ -109,6 +111,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 def test_an_axis_is_added_in_two_places_and_its_ranks_train_as_one_process(tmp_path: Path) -> None:
     package = tmp_path / "zeromesh"
     shutil.copytree(Path(zeromesh.__file__).parent, package)
