@@ -26,7 +26,6 @@ import torch.distributed as dist
 import products
 from cases import CASES, batch_of, make_model
 from heap import Heap, Peak
-from ranks import variables
 from variants import VARIANTS
 from wire import sent_by_this_process
 from zeromesh.comm.environment import device_for, init_distributed, shutdown
@@ -115,9 +114,6 @@ def versions() -> dict[str, str]:
 
 def measure(job: Job) -> Figures:
     """Train, and watch."""
-    if job["backend"] == "mpi":
-        rank, size = mpi.rank_and_size()
-        os.environ.update(variables(size, rank, 0))
     environment = init_distributed(job["backend"])
     case = CASES[job["case"]]
     backend = job["backend"] or dist.get_backend()
@@ -167,6 +163,7 @@ def measure(job: Job) -> Figures:
 
 if __name__ == "__main__":
     job: Job = json.loads(Path(sys.argv[1]).read_text())
+    rank = mpi.rank_and_size()[0] if job["backend"] == "mpi" else int(os.environ.get("RANK", "0"))
     figures = measure(job)
-    if os.environ.get("RANK", "0") == "0":  # under mpiexec, ``measure`` has set it
+    if rank == 0:
         Path(job["out"]).write_text(json.dumps(figures))

@@ -11,7 +11,6 @@ import torch
 
 import zeromesh
 from harness import run_ranks
-from zeromesh import Settings
 from zeromesh.apps.cli.plan_model import asked_model
 from zeromesh.apps.plan.choose.layout_documents import layout_from
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
@@ -20,6 +19,7 @@ from zeromesh.apps.plan.machine.rates import Habits
 from zeromesh.apps.plan.predict.durations import Durations
 from zeromesh.apps.plan.predict.rank_memory import memory_of
 from zeromesh.apps.train.model import language_model
+from zeromesh.apps.train.train_settings import TrainSettings
 from zeromesh.base.placement import ROWS
 from zeromesh.comm.ordered_sums import SumPlace
 
@@ -103,7 +103,7 @@ def test_quantized_blocks_are_planned_without_tensor_ranks(folder: Path) -> None
 def reported(config: dict[str, Any]) -> tuple[dict[str, int], SumPlace]:
     """Return bytes by state, and where gradients were summed."""
     torch.manual_seed(0)
-    settings = Settings.load({**config, "train_batch_size": 2})
+    settings = TrainSettings.load({**config, "train_batch_size": 2})
     engine = zeromesh.initialize(model=language_model(settings).build(), config=config)[0]
     tokens = torch.zeros(1, LENGTH, dtype=torch.long)
     engine.backward(engine(input_ids=tokens, labels=tokens).loss)
@@ -128,7 +128,7 @@ def test_planned_states_are_those_that_the_engine_reports(kind: str, stage: int,
         pytest.skip(f"{library} is not installed")
     reported_states, sums = all_reported(folder, kind)[stage]
     found = dict(reported_states)
-    layout, _ = layout_from(Settings.load(document(folder, kind, stage)), 2)
+    layout, _ = layout_from(TrainSettings.load(document(folder, kind, stage)), 2)
     (rank,) = memory_of(planned(folder, kind).source, LENGTH, layout, cluster("h100", 2), sums=sums)
     foreseen = {state: size for (state, tier), size in rank.states.items() if tier == "device"}
     # The table of rotary positions is no parameter.
