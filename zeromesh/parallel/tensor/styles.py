@@ -146,7 +146,8 @@ def look_up(member: Member, splitting: Splitting) -> None:
     """Have an embedding look up this rank's rows."""
     module, part = member.module, splitting.resolved.held_of(member.module, "weight")
     # Inside of the user's hooks, which get the ids and rows of the whole vocabulary.
-    replace_forward(module, partial(_Lookup(module, part, splitting.place, splitting.tag), module.forward))
+    lookup = _Lookup(module, part, splitting.place, splitting.tag)
+    replace_forward(module, eager(lookup.__call__, module.forward))
 
 
 def copy_inputs(member: Member, splitting: Splitting) -> None:
