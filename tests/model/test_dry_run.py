@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness import run_command
 from zeromesh.apps.plan.cost.cost_trace import TracedCost
+from zeromesh.base.containers import tensors_of
 from zeromesh.base.dry.dry_run import DryRun, OperatorListener
 from zeromesh.base.dry.meta_values import META, on_meta, value_of
 from zeromesh.base.dry.model_copy import dry, imitated
@@ -195,6 +197,40 @@ def test_a_loss_may_read_the_model_again_in_the_backward() -> None:
         return checkpoint(lambda x: head(x).sum(), output, use_reentrant=False)
 
     assert TracedCost(model, {"input": torch.empty(2, 4)}, loss=loss).at(2, 1).exact
+
+
+@dataclass
+class Sizes:
+    """A configuration of which one field may not be read, as some of transformers."""
+
+    width: int = 4
+    runs: int = 0
+    depth: int = 2
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "depth":
+            raise RuntimeError("depth differs by layer")
+        return super().__getattribute__(name)
+
+
+class Configured(nn.Module):
+    """Writes to its configuration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.layer = Sizes(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.config.runs += 1
+        return self.layer(x).sum()
+
+
+def test_a_configuration_that_cannot_be_read_is_copied_and_stays_as_it_is() -> None:
+    model = Configured()
+    cost = TracedCost(model, {"x": torch.randn(4, 4)}).at(2, 1)
+    assert cost.exact, cost.note
+    assert model.config.runs == 0
+    assert tensors_of([model.config]) == []
 
 
 PLAN = """

@@ -1,10 +1,11 @@
-"""Tensors in whatever containers: found, or replaced."""
+"""Search and replacement of the tensors in nested containers."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, MutableMapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def _collect(value: Any, tensors: list[torch.Tensor], around: frozenset[int]) ->
     elif isinstance(value, list) or _is_known_tuple(value):
         items = value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+        items = _fields_of(value).values()
     if items and id(value) not in around:  # a container may hold itself
         inside = around | {id(value)}
         for item in items:
@@ -50,6 +51,15 @@ def _is_known_tuple(value: Any) -> bool:
     )
 
 
+def _fields_of(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass's instance as they are stored: its class may refuse to read some."""
+    stored: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        with suppress(AttributeError):
+            stored[field.name] = object.__getattribute__(value, field.name)
+    return stored
+
+
 def map_tensors(
     value: Any, function: Callable[[torch.Tensor], torch.Tensor], around: frozenset[int] = frozenset()
 ) -> Any:
@@ -66,7 +76,7 @@ def map_tensors(
         items = dict(enumerate(value))
     # The class itself is a dataclass, too, and has no fields to read.
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        items = _fields_of(value)
     # A container may hold itself.
     if not items or id(value) in around:
         return value

@@ -100,8 +100,6 @@ def imitated(
                     if hooked
                     or (name in ("_forward_hooks", "_forward_pre_hooks") and type(hook).__module__.startswith("torch."))
                 )
-            elif name == "config" and type(value).__module__.startswith("transformers."):
-                copies[id(value)] = value  # some have fields that cannot be read, and so cannot be copied
             elif name != "_modules":
                 map_tensors(value, imitate)
     return copy.deepcopy(model, copies), copies
