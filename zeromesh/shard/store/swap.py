@@ -157,7 +157,7 @@ class Stored:
 
 
 def _bind(flat: Flat, shard: torch.Tensor) -> None:
-    """Let the shard, and of what is frozen the master, be in some memory, or in none."""
+    """Bind the shard to memory or to none, and the master, too, where the parameters are frozen."""
     flat.bind_shard(shard)
     if not flat.layout.trainable:
         flat.bind_master(shard)

@@ -147,6 +147,6 @@ def _run(program: Program, placement: tuple[int, ...], stages: Sequence[StageCos
     for position, rank, action in program.done:
         last[action.stage] = ends[position]
         busy[rank] += seconds[position]
-    kept = program.done if keep else ()
-    actions = tuple((rank, program.uses[here].label, starts[here], ends[here]) for here, rank, _ in kept)
+    computations = program.done if keep else ()
+    actions = tuple((rank, program.uses[here].label, starts[here], ends[here]) for here, rank, _ in computations)
     return Run(tuple(last), tuple(busy), placement, actions)
