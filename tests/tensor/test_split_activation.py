@@ -231,6 +231,7 @@ ATTENTION: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     "a bias of each head": (lambda x, m: attend(x, x, x, m), (numbers(1, 4, 5, 5),)),
     "keys of all heads": (lambda x, k: attend(x, k, k), (numbers(3, 4, 5, 6),)),
     "one head of keys": (lambda x, k: attend(x, k, k, enable_gqa=True), (numbers(3, 1, 5, 6),)),
+    "whole keys of grouped heads": (lambda x, k: attend(x, k, k, enable_gqa=True), (numbers(3, 2, 5, 6),)),
     "grouped heads": (lambda x: attend(x.repeat_interleave(2, 1), x, x, enable_gqa=True), ()),
     "scores": (lambda x: (x @ x.transpose(-2, -1) / 2).softmax(-1) @ x, ()),
     "a norm of each head": (lambda x, w: F.layer_norm(x, (6,), w) + F.rms_norm(x, (6,), w), (numbers(6),)),

@@ -92,7 +92,11 @@ def _attention(func: Any, args: Args, kwargs: Kwargs) -> Any:
                 return NotImplemented
             operands[name], sources = operand, sources | operand.split_dim.sources
         elif isinstance(operand, Tensor):
-            part = beside(operand, place, split_dim, axis)
+            # Whole keys may have fewer heads, too; of these a rank takes the ones that its queries read.
+            heads = operand.shape[place] if arguments.get("enable_gqa") and name != "attn_mask" else 0
+            is_grouped = place == -3 and heads % axis.size == 0 < heads and len(split_dim.sections) == 1
+            dim_of_heads = replace(split_dim, sections=(heads,)) if is_grouped else split_dim
+            part = beside(operand, place, dim_of_heads, axis)
             if part is None:
                 return NotImplemented
             operands[name] = part
