@@ -57,8 +57,8 @@ class Row:
     full: bool = False
 
 
-def recorded(command: str, base: str, *rows: tuple[str, str, Shows]) -> list[Row]:
-    return [Row(command, flag, base, added, shows, recorded=True) for flag, added, shows in rows]
+def recorded(command: str, base: str, *rows: tuple[str, str, Shows], full: bool = False) -> list[Row]:
+    return [Row(command, flag, base, added, shows, recorded=True, full=full) for flag, added, shows in rows]
 
 
 def real(command: str, base: str, *rows: tuple[str, str, Shows], full: bool = False) -> list[Row]:
@@ -66,7 +66,7 @@ def real(command: str, base: str, *rows: tuple[str, str, Shows], full: bool = Fa
 
 
 ROWS = [
-    Row("", "--version", "config {new}", "--version", r"zeromesh \d"),
+    Row("", "--version", "@ config {new}", "--version", r"zeromesh \d"),
     *recorded(
         "train",
         "{new}",
@@ -78,6 +78,7 @@ ROWS = [
         "{resumed}",
         ("--resume", "--resume", r"launch\(.*resume=True"),
         ("--auto-resume", "--auto-resume", r"launch\(.*resume=True"),
+        full=True,  # as all rows with a run that has been trained; tests/train/test_train_cli.py resumes by default
     ),
     *real(
         "sample",
@@ -107,6 +108,7 @@ ROWS = [
         "{run}",
         ("--json", "--json", r"^\{"),
         ("--verify", "--verify", differs),
+        full=True,
     ),
     Row("config", "--fix", "{theirs}", "--fix", "bfloat16: .* is renamed to bf16"),
     *recorded(
