@@ -323,14 +323,19 @@ class Trial:
         """Return whether the first job has ended."""
         return self.fact(self.jobs[0], "JobState") not in ("RUNNING", "PENDING", "CONFIGURING", "COMPLETING")
 
-    def whole(self, job: str, starts: int) -> str:
-        """Wait for the end of a training job; raise Wrong unless it took every step, in so many starts."""
+    def whole(self, job: str, starts: int, saved: bool = False) -> str:
+        """Wait for the end of a training job; raise Wrong unless it took every step, in so many starts.
+
+        ``saved`` says that each start but the last has saved its last step, so that none was taken twice.
+        """
         self.ended(job)
         report = json.loads((self.folder / "run" / "report.json").read_text())
         if self.steps() != list(range(1, STEPS + 1)) or report["attempts"] != starts:
             raise Wrong(f"{report['attempts']} starts, steps {self.steps()[:1]} to {self.steps()[-1:]}")
         restarts = int(self.fact(job, "Restarts"))
         redone = report["time"]["redone"]
+        if saved and redone > 0:
+            raise Wrong(f"{redone} s of steps were taken twice")
         return f"{restarts} restarts, {STEPS} of {STEPS} steps, {redone:.1f} s of them taken twice"
 
 
@@ -470,7 +475,7 @@ def _preempted(trial: Trial) -> str:
     urgent = trial.submit("--nodes=3", "--exclusive", "--partition=high", shell="sleep 1")
     trial.ended(urgent)
     _await_restart(trial, job)
-    happened = trial.whole(job, 2)
+    happened = trial.whole(job, 2, saved=True)
     return _named(trial, job, happened, "ended with status 75")
 
 
@@ -488,7 +493,7 @@ def _time_limit(trial: Trial) -> str:
     trial.under_way()
     trial.cluster.slurm("scontrol", "update", f"JobId={job}", f"TimeLimit={trial.minutes(job) + 2}")
     _await_restart(trial, job, limit="30")
-    happened = trial.whole(job, 2)
+    happened = trial.whole(job, 2, saved=True)
     return _named(trial, job, happened, "the time limit is near: saving")
 
 
@@ -539,7 +544,7 @@ def _bad_exit(trial: Trial) -> str:
     trial.under_way()
     trial.cluster.slurm("scancel", "--signal=TERM", job)
     _await_restart(trial, job)
-    happened = trial.whole(job, 2)
+    happened = trial.whole(job, 2, saved=True)
     return _named(trial, job, happened, "ended with status 75")
 
 

@@ -15,7 +15,7 @@ ranks=$(($(grep -c . "$hosts") * each))
 ZEROMESH_SECRET=${ZEROMESH_SECRET:-$(python3 -c 'import secrets; print(secrets.token_hex())')}
 export ZEROMESH_SECRET
 
-if "$mpiexec" --version 2>&1 | grep -q "Open MPI"; then
+if "$mpiexec" --version 2>&1 | grep -qE "Open MPI|OpenRTE|PRRTE"; then
     # A line of the file is one slot, unless it says slots=8.
     exec "$mpiexec" --hostfile "$hosts" -n "$ranks" -N "$each" --oversubscribe --bind-to none \
         -x PATH -x ZEROMESH_SECRET zeromesh train "$@" --auto-resume
