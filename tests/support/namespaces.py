@@ -8,6 +8,7 @@ namespaces.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -159,6 +160,21 @@ class Namespaces:
         self._configure(self._holders[0].pid, "tc", ports)
         for host in hosts:
             self._configure(self._process(host), "tc", [f"qdisc replace dev {INTERFACE} root {limit}"])
+
+    def set_link(self, host: int, connected: bool) -> None:
+        """Connect a host to the switch, or cut it off; its processes go on."""
+        self._configure(self._holders[0].pid, "ip", [f"link set port{host} {'up' if connected else 'down'}"])
+
+    def processes(self, host: int) -> list[int]:
+        """Return the numbers of the processes of a host, except that which holds it."""
+        holder = self._process(host)
+        place = os.readlink(f"/proc/{holder}/ns/net")
+        processes = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended
+                if os.readlink(folder / "ns/net") == place and int(folder.name) != holder:
+                    processes.append(int(folder.name))
+        return processes
 
     def sent(self) -> list[int]:
         """Bytes of payload that each host has sent over its interface so far."""

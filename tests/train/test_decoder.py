@@ -1,3 +1,4 @@
+import pickle
 from typing import Any
 
 import pytest
@@ -76,6 +77,13 @@ def test_gpt_computes_what_transformers_computes() -> None:
             state[f"{theirs}.ln_2.{end}"] = own[f"{ours}.mlp_norm.{end}"]
     reference.transformer.load_state_dict(state)
     torch.testing.assert_close(model(ids()), reference(ids()).logits, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("architecture", sorted(VARIANTS))
+def test_other_processes_can_be_given_the_model(architecture: str) -> None:
+    model = decoder(shape(architecture))
+    tokens = ids()
+    assert torch.equal(pickle.loads(pickle.dumps(model))(tokens), model(tokens))
 
 
 @pytest.mark.parametrize("architecture", sorted(VARIANTS))

@@ -1,13 +1,14 @@
 """Runs that are told to end, or that cannot save, lose nothing."""
 
 import errno
+import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from test_train_cli import call, config
 from zeromesh import Engine
 from zeromesh.apps.train.goodput import read_times
 from zeromesh.apps.train.run_folder import RunFolder
+from zeromesh.apps.train.signals import Ended, forward_signals
 from zeromesh.checkpoint import checkpoint_folder
 from zeromesh.comm.environment import shutdown
 
@@ -167,3 +169,14 @@ def test_a_folder_of_checkpoints_that_cannot_be_written_to_is_refused_at_the_sta
     result = call("train", path)
     assert result.exit_code == 2, result.output
     assert "cannot be written to" in " ".join(result.output.split())
+
+
+def test_a_launcher_that_ends_a_saved_run_does_not_change_its_status() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(Ended), forward_signals(Mock()):
+            raise Ended
+        os.kill(os.getpid(), signal.SIGTERM)  # as srun does to the others when the first rank has ended
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -56,8 +56,14 @@ def forward_signals(engine: Engine) -> Iterator[None]:
         # Only noted here: a handler may run in the middle of a collective.
         engine.ask(SIGNALS[signal.Signals(number)])
 
-    with handled_signals(ask, SIGNALS):
-        yield
+    try:
+        with handled_signals(ask, SIGNALS):
+            yield
+    except Ended:
+        # ``srun --kill-on-bad-exit`` ends all ranks with the first, and the status is that of the highest number.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise
 
 
 def ignore_requests() -> None:

@@ -23,10 +23,15 @@ import torch
 import torch.distributed as dist
 
 from zeromesh.comm.interface import own_address
+from zeromesh.comm.launchers import OPEN_MPI
 from zeromesh.comm.messages import gather_texts
 from zeromesh.comm.trust import TOKEN
 
 REMEDY = "pip install 'zeromesh[mpi]'"
+
+ABI = "MPI4PY_MPIABI"  # mpi4py's variable for the family of libraries that it loads
+_ABI_OF_OPEN_MPI = "openmpi"
+_CHOICES = (ABI, "MPI4PY_LIBMPI")  # who sets one of them has chosen the library
 
 READERS = 1.0  # seconds that a rank which ends all others gives mpiexec to read what it said
 
@@ -39,10 +44,19 @@ def missing() -> str:
     if find_spec("mpi4py") is None:
         return f"mpi4py is not installed; {REMEDY} brings it, and an MPI"
     try:
-        _load()
+        version = _load().Get_library_version().split("\n")
     except (ImportError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if os.environ.get(ABI) == _ABI_OF_OPEN_MPI:
+            return f"mpi4py finds no Open MPI ({reason}); add the folder of its libmpi.so.40 to LD_LIBRARY_PATH"
         return f"mpi4py finds no MPI library ({reason}); {REMEDY} brings one, or install your system's and its mpi4py"
+    # MPICH as its wheel brings it aborts in MPI_Init under a launcher that speaks PMIx, as Open MPI's.
+    if "PMIX_RANK" in os.environ and version[0].startswith("MPICH") and "pmix" not in " ".join(version):
+        return (
+            f"the launcher speaks PMIx, and mpi4py has loaded {' '.join(version[0].split())}, which does not; start "
+            "the ranks with MPICH's mpiexec, which is the one beside python where it came with pip, or let mpi4py load "
+            f"Open MPI, with {ABI}={_ABI_OF_OPEN_MPI}"
+        )
     return ""
 
 
@@ -129,6 +143,9 @@ def _load() -> Any:
     """Return mpi4py's module, without starting MPI."""
     import mpi4py
 
+    # With several libraries installed mpi4py takes the one beside python, which is MPICH with our extra ``mpi``.
+    if any(name in os.environ for name in OPEN_MPI.marks) and not any(name in os.environ for name in _CHOICES):
+        os.environ[ABI] = _ABI_OF_OPEN_MPI
     before = mpi4py.rc.initialize, mpi4py.rc.finalize
     # mpi4py reads these once, as MPI is imported. ``install`` starts MPI, with threads, and ends it.
     mpi4py.rc(initialize=False, finalize=False)

@@ -33,13 +33,17 @@ class Variant:
     mlp_width: Callable[[int], int]  # default, for a hidden width
 
 
+def _plain_width(hidden: int) -> int:
+    return 4 * hidden
+
+
 def _gated_width(hidden: int) -> int:
     # Two thirds of 4 x hidden: three matrices then cost what two did. Multiples of 32 suit the tensor cores.
     return 32 * math.ceil(8 * hidden / 3 / 32)
 
 
 VARIANTS: dict[str, Variant] = {
-    "gpt": Variant(nn.LayerNorm, rotary=False, gated=False, bias=True, tied=True, mlp_width=lambda hidden: 4 * hidden),
+    "gpt": Variant(nn.LayerNorm, rotary=False, gated=False, bias=True, tied=True, mlp_width=_plain_width),
     "llama": Variant(nn.RMSNorm, rotary=True, gated=True, bias=False, tied=False, mlp_width=_gated_width),
 }
 
