@@ -224,10 +224,10 @@ def introduction(result: dict[str, Any]) -> str:
   compared, because it is not installed here."""
     pipeline = """
 - **Pipelines**: each rank gets the samples of all ranks, in micro-batches of one sample, and a stage of the model.
-  Losses, floor and the operations of all ranks together are therefore the same as in the other rows. All variants have
-  the same cut, by ZeroMesh's estimate of operations: also torch's `PipelineStage` (autocast over fp32 parameters; its
-  zb-h1 is `ScheduleInterleavedZeroBubble` with one stage per rank) and DeepSpeed's `PipelineModule` (1f1b). Stages have
-  whole blocks, so one takes longer than the other; all variants lose this difference."""
+  Losses, floor and the operations of all ranks together are therefore the same as in the other rows. All variants are
+  cut by ZeroMesh's estimate of operations: also torch's `PipelineStage` (autocast over fp32 parameters; its zb-h1 is
+  `ScheduleInterleavedZeroBubble` with one stage per rank) and DeepSpeed's `PipelineModule` (1f1b). Their stages have
+  whole blocks, so one takes longer than the other; ZeroMesh's may begin inside of a block."""
     offload = """
 - **Offload**: *host* keeps accumulated gradients, master weights and optimizer states on the host, and *all on host*
   also the parameters. DeepSpeed's *CPU offload* is its `offload_optimizer`. Without a GPU, device and host are the same

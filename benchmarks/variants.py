@@ -203,7 +203,7 @@ class Part(nn.Module):
 
 
 def parts(model: Decoder, autocast: bool) -> list[Part]:
-    """A decoder's stages, cut as ZeroMesh cuts it: by operations, with those of the head."""
+    """A decoder's stages of whole blocks, which balance operations with those of the head."""
     from zeromesh.parallel.pipeline.runtime.cut import examine
     from zeromesh.parallel.pipeline.schedule.partition import starts_of
 

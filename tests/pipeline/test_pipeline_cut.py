@@ -62,13 +62,20 @@ def run_stages(model: nn.Module, cut: Cut, call: Call) -> tuple[Tensor, dict[str
     return result.detach(), gradients, used
 
 
-def check(model: nn.Module, blocks: Blocks, stages: int, call: Call, tolerance: float = 1e-9) -> None:
+def check(
+    model: nn.Module,
+    blocks: Blocks,
+    stages: int,
+    call: Call,
+    tolerance: float = 1e-9,
+    starts: Sequence[int] | None = None,
+) -> None:
     """Stages compute what the whole model does, and none has a parameter that it does not use."""
     whole = copy.deepcopy(model)
     loss = call(whole)
     loss.backward()
     expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
-    cut = blocks.cut(starts_of("uniform", blocks, stages))
+    cut = blocks.cut(starts_of("uniform", blocks, stages) if starts is None else starts)
     ours, gradients, used = run_stages(model, cut, call)
     torch.testing.assert_close(ours, loss.detach(), rtol=tolerance, atol=tolerance)
     assert gradients.keys() == expected.keys()
@@ -78,6 +85,7 @@ def check(model: nn.Module, blocks: Blocks, stages: int, call: Call, tolerance: 
 
 
 ROUTED = replace(MODELS["mixtral"], options={**MODELS["mixtral"].options, "output_router_logits": False})
+WIDTH, VOCABULARY = 8, 20
 HUGGINGFACE = {**{name: model for name, model in MODELS.items() if name not in ("albert", "clip")}, "mixtral": ROUTED}
 
 
@@ -125,6 +133,73 @@ def test_stages_of_several_blocks_compute_what_the_model_does(name: str, stages:
     check(model, blocks, min(stages, len(blocks.names)), call, case.tolerance)
 
 
+@pytest.mark.some(3)
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "bert", *(n for n in HUGGINGFACE if n not in ("llama", "gpt2", "bert"))]
+)
+def test_stages_may_begin_inside_of_blocks(name: str) -> None:
+    """With the same numbers, bit for bit, wherever a trace shows that it can be done."""
+    case = HUGGINGFACE[name]
+    model, call = made(case)
+    blocks = examine(model, parts=True)
+    assert [blocks.names[number] for number in blocks.outer] == list(examine(model).names)
+    # Gradients of what all decoder blocks are given are summed in another order, as between whole blocks.
+    exact = len(blocks.names) > len(blocks.outer) and name not in ("bart", "whisper")
+    check(model, blocks, 0, call, 0.0 if exact else case.tolerance, range(len(blocks.names)))
+    if name == "llama":
+        layers = [f"model.layers.{layer}" for layer in range(3)]
+        assert blocks.names == tuple(n for layer in layers for n in (layer, f"{layer}.post_attention_layernorm"))
+        assert blocks.uses["model.layers.0.mlp.up_proj.weight"] == (1,)
+        cut = blocks.cut(starts_of("best", blocks, 2))
+        assert (cut.blocks, cut.starts) == ((*layers[:2], blocks.names[3], layers[2]), (0, 2))
+        assert starts_of([0, 1], blocks, 2) == [0, 2]
+        assert starts_of("type:Layer", blocks, 2) == [0, 4]
+
+
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
+class Halves(nn.Module):
+    """A block of two modules, with the second of which a stage may begin unless ``kind`` says otherwise."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.first, self.second = kind, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        if kind == "written":
+            self.second = Shift()
+        if kind == "buffer":
+            self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        early, x = x.tanh(), x + self.first(x)
+        view = x.flatten(0, 1) if self.kind == "view" else None
+        result = self.second(x)
+        if self.kind == "written":
+            x += result
+            return x
+        if self.kind == "view":
+            assert view is not None
+            return view.view_as(x) + result
+        return (early if self.kind == "early" else x) + result
+
+
+@pytest.mark.parametrize("kind", ["", "early", "view", "written", "buffer"])
+def test_stages_begin_inside_of_blocks_only_where_all_that_is_read_later_is_an_argument_there(kind: str) -> None:
+    model = Decoder().double()
+    for half in model.halves.values():
+        for index in range(2):
+            half[index] = Halves(kind).double()
+    blocks = examine(model, parts=True)
+    assert [name for name in blocks.names if "second" in name] == ([] if kind else list(blocks.names[1::2]))
+    check(model, blocks, 0, of_tokens, 1e-12, range(len(blocks.names)))
+
+
 def test_the_tower_that_is_called_first_is_cut() -> None:
     """What it ends with is not among what the blocks of the other are called with."""
     model, call = made(MODELS["clip"])
@@ -142,9 +217,6 @@ def test_blocks_that_are_called_several_times_or_read_by_the_loss_are_refused() 
         ValueError, match=r"MixtralForCausalLM reads, after its call of model.layers.2 .*layers.1; .* pipeline.blocks"
     ):
         examine(MODELS["mixtral"].build())
-
-
-WIDTH, VOCABULARY = 8, 20
 
 
 class Known(nn.Module):

@@ -12,6 +12,8 @@ from torch import nn
 import zeromesh
 from compare import assert_same
 from harness import on_ranks, run_ranks
+from zeromesh.apps.train.architectures import decoder
+from zeromesh.apps.train.train_settings import ModelShape
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.zero import (
     GatheredParameters,
@@ -510,3 +512,37 @@ def test_an_optimizer_of_ones_own_is_saved_with_all_stages(tmp_path: Path) -> No
     first = run_ranks(own_optimizer, 2, str(tmp_path), 2, False)
     second = run_ranks(own_optimizer, 1, str(tmp_path), 1, True)[0]
     assert first[0] == pytest.approx(second, rel=1e-9)
+
+
+def halved(pipeline: int, partitions: list[Any], folder: str) -> tuple[list[float], list[Any]]:
+    """Two updates with each partition, between which a checkpoint is written and read."""
+    losses, cuts = [], []
+    generator = torch.Generator().manual_seed(1)
+    for number, partition in enumerate(partitions):
+        torch.manual_seed(number)
+        shape = ModelShape(architecture="llama", vocab_size=32, hidden_size=16, layers=3, heads=2, sequence_length=32)
+        settings = {
+            "train_batch_size": 4,
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "mesh": {"pipeline": pipeline},
+            "pipeline": {"partition": partition},
+        }
+        engine = zeromesh.initialize(model=decoder.Decoder(shape), config=settings)[0]
+        if number:
+            engine.load_checkpoint(folder)
+        for _ in range(2):
+            tokens = torch.randint(32, (4, 9), generator=generator)
+            losses.append(float(engine.train_batch((row[:, :-1], row[:, 1:]) for row in tokens.split(1))))
+        engine.save_checkpoint(folder)
+        cuts.append((engine.pipelined.cut.blocks[2:3], engine.pipelined.schedules.of(4).splits) if pipeline > 1 else ())
+    return losses, cuts
+
+
+def test_a_model_that_is_cut_through_a_block_trains_alike_and_goes_on_with_any_other_cut(tmp_path: Path) -> None:
+    partitions = ["best", [0, 2], "best"]
+    expected, _ = run_ranks(halved, 1, 1, partitions, str(tmp_path / "one"))[0]
+    for losses, cuts in run_ranks(halved, 2, 2, partitions, str(tmp_path / "two")):
+        assert losses == expected
+        inside = ("blocks.1.mlp_norm",), True
+        assert cuts == [inside, (("blocks.2",), True), inside]

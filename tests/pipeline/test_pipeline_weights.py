@@ -210,5 +210,5 @@ def test_inputs_may_have_any_number_of_dimensions(shape: tuple[int, ...]) -> Non
 @pytest.mark.some(1)
 @pytest.mark.parametrize("graph", [False, True])
 def test_gradients_inside_of_a_forward_are_refused_where_those_of_weights_come_later(graph: bool) -> None:
-    with pytest.raises(RuntimeError, match="choose another schedule, such as 1f1b"):
+    with pytest.raises(RuntimeError, match="choose another schedule, such as gpipe"):
         gradient(torch.randn(2, 3), later=True, inner=graph)

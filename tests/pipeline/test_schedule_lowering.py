@@ -8,7 +8,7 @@ import pytest
 from test_schedule_generators import random_costs
 from zeromesh.parallel.pipeline.schedule.actions import COMPUTE, Action, Kind, Schedule, parse
 from zeromesh.parallel.pipeline.schedule.generators import ROWS, generate
-from zeromesh.parallel.pipeline.schedule.lowering import add_messages, add_recompute, forward_only
+from zeromesh.parallel.pipeline.schedule.lowering import add_messages, add_recompute, forward_only, split_backwards
 from zeromesh.parallel.pipeline.schedule.simulate import Costs, simulate
 from zeromesh.parallel.pipeline.schedule.validate import validate
 
@@ -84,6 +84,8 @@ def check_passes(seed: int, largest: int) -> None:
     draw = random.Random(seed)
     schedule, costs = some_schedule(draw, largest)
     stages = [stage for stage in range(schedule.stages) if draw.random() < 0.7]
+    if draw.random() < 0.5:
+        schedule = split_backwards(schedule)
     passes = {(Kind.RECOMPUTE,): lambda s: add_recompute(s, stages), SENDS + RECEIVES: lambda s: add_messages(s, costs)}
     chosen = draw.sample(list(passes), draw.randint(1, len(passes)))
     before = schedule
@@ -144,3 +146,15 @@ def test_forwards_alone_are_done_as_soon_as_the_ranks_can(placement: tuple[int, 
     for microbatches in range(1, 12):
         made = forward_only(placement, microbatches)
         assert simulate(made).makespan <= len(placement) + placement.count(0) * (microbatches - 1)
+
+
+def test_gradients_that_another_rank_waits_for_are_sent_before_those_of_weights() -> None:
+    before = generate("1f1b", 3, 4)
+    after = split_backwards(before)
+    assert after.ranks[0] == before.ranks[0], "nobody waits for the first stage's"
+    assert words(add_messages(after), 2).startswith("RA2.0 F2.0 I2.0 SG2.0 W2.0") or "I2.0 SG2.0" in words(
+        add_messages(after), 2
+    )
+    # Two thirds of a backward are waited for in place of all of it, once for each of the other ranks.
+    assert simulate(before).makespan - simulate(after).makespan == len(before.ranks) - 1
+    assert split_backwards(generate("zb-h1", 3, 4)) == generate("zb-h1", 3, 4)

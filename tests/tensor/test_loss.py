@@ -94,7 +94,7 @@ def test_gradients_of_weight_and_bias_can_come_later(
     assert weight.grad is None
     assert bias.grad is None
     torch.testing.assert_close(hidden.grad, wanted[0], rtol=1e-12, atol=1e-12)
-    with pytest.raises(RuntimeError, match="computed twice.*choose another schedule, such as 1f1b"):
+    with pytest.raises(RuntimeError, match="computed twice.*choose another schedule, such as gpipe"):
         loss.backward(upstream, retain_graph=True)
     with Products() as later:
         torch.autograd.backward(roots_of(kept), [torch.empty_like(root) for root in roots_of(kept)])

@@ -115,7 +115,7 @@ class Ticket:
             raise RuntimeError(
                 "a gradient through a linear layer is computed twice, or with create_graph, as by "
                 "torch.autograd.grad inside of a forward; where a pipeline's schedule has weight gradients of "
-                "their own, as zb-h1 and zb-v have, that cannot be: choose another schedule, such as 1f1b"
+                "their own, as zb-h1 and 1f1b have, that cannot be: choose another schedule, such as gpipe"
             )
 
 

@@ -191,9 +191,9 @@ class Pipeline(Section):
     chunks: PositiveInt | None = key(None, "Stages per rank, for schedules with several.")
     partition: str | list[int] = key(
         "best",
-        "Distribution of blocks over stages. best: equal operations. parameters: equal parameters. uniform: equal "
-        "numbers of blocks. type:REGEX: equal numbers of blocks of matching classes. A list: the first block of each "
-        "stage.",
+        "Distribution of blocks over stages. best: equal operations. parameters: equal parameters; both may cut "
+        "through blocks. uniform: equal numbers of blocks. type:REGEX: equal numbers of blocks of matching classes. A "
+        "list: the first block of each stage.",
     )
     blocks: list[str] = key([], "Name patterns of the blocks, in the order of the forward. Empty: found automatically.")
     recompute: bool = key(False, "Save only the inputs of stages, and recompute activations in idle time.")

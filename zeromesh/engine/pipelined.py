@@ -33,7 +33,7 @@ from zeromesh.parallel.pipeline.runtime.weight_gradients import postpone, roots_
 from zeromesh.parallel.pipeline.schedule.actions import Schedule
 from zeromesh.parallel.pipeline.schedule.chosen import ChosenSchedule
 from zeromesh.parallel.pipeline.schedule.lowering import add_messages, forward_only
-from zeromesh.parallel.pipeline.schedule.partition import Blocks, starts_of
+from zeromesh.parallel.pipeline.schedule.partition import Blocks, inner, starts_of
 from zeromesh.shard.sharded import ShardedModel
 
 _log = logging.getLogger("zeromesh")
@@ -55,6 +55,8 @@ def agreed(world: Group, blocks: Blocks) -> Blocks:
 class Pipelined:
     """A model in pipeline stages. Raise ValueError if it cannot be cut so, or there is no such schedule.
 
+    ``splits`` lets gradients of activations be sent before those of weights are computed, also in 1f1b.
+
     Attributes:
         schedules: of training steps.
         cut: the blocks of each stage.
@@ -62,7 +64,15 @@ class Pipelined:
         taken: places of parameters of other ranks' stages, where there are zeros now.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, chosen: Pipeline, microbatches: int, blocks: Blocks) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        chosen: Pipeline,
+        microbatches: int,
+        blocks: Blocks,
+        splits: bool = False,
+    ) -> None:
         self._model, self._mesh, self._chosen = model, mesh, chosen
         self._group = mesh.group("pipeline")
         self._evaluations: dict[int, Schedule] = {}
@@ -71,7 +81,9 @@ class Pipelined:
         self._open: set[int] = set()  # stages whose last backward of this update is yet to come
         schedule = chosen.schedule if isinstance(chosen.schedule, str) else Path(chosen.schedule.file)
         size = self._group.size
-        self.schedules = ChosenSchedule(schedule, size, microbatches, chosen.chunks, chosen.costs, chosen.recompute)
+        self.schedules = ChosenSchedule(
+            schedule, size, microbatches, chosen.chunks, chosen.costs, chosen.recompute, splits
+        )
         self._placement = self.schedules.placement
         self.cut = blocks.cut(starts_of(chosen.partition, blocks, len(self._placement)))
         self._interpreter: Interpreter | None = None
@@ -107,7 +119,8 @@ class Pipelined:
     def _stages_of(self, path: str) -> set[int]:
         """Return the stages that compute with a module."""
         inside = [number for number, block in enumerate(self.cut.blocks) if f"{path}.".startswith(f"{block}.")]
-        if inside:
+        # Of a block that is cut through, the parameters tell where its modules are.
+        if inside and not inner(self.cut.blocks).keys() & {inside[0] + 1}:
             return {bisect_right(self.cut.starts, inside[0]) - 1}
         names = {name: needing for name, needing in self.cut.stages.items() if name.startswith(f"{path}.") or not path}
         return {stage for needing in names.values() for stage in needing} or {0}

@@ -129,11 +129,19 @@ def plan_stages(
     from zeromesh.parallel.pipeline.runtime.cut import describe_stages, examine
 
     sample = _sample(loader, loss_fn, mesh.device)
+    # What runs a block as a whole, or again in the backward, knows no stage that begins inside of it.
+    wholes = settings.activation_checkpointing.enabled or settings.compile.enabled
+    spreads = mesh.sizes["tensor"] * mesh.sizes["context"] > 1
+    parts = not (wholes or spreads or chosen.blocks)
 
-    examined = agree_run(world, "cut the model into stages", lambda: examine(model, chosen.blocks, sample))
+    examined = agree_run(world, "cut the model into stages", lambda: examine(model, chosen.blocks, sample, parts))
     blocks = agreed(world, examined)
     accumulation = settings.gradient_accumulation_steps
-    pipelined = agree_run(world, "plan the pipeline", lambda: Pipelined(model, mesh, chosen, accumulation, blocks))
+    # A forward that was traced without gradients computes none itself, and recomputation would keep what it saves.
+    splits = blocks.operations is not None and not settings.activation_checkpointing.enabled
+    pipelined = agree_run(
+        world, "plan the pipeline", lambda: Pipelined(model, mesh, chosen, accumulation, blocks, splits)
+    )
     if pipelined.schedules.from_file:
         require_agreement(world, "the schedule of the pipeline", str(pipelined.schedules.of(accumulation)))
     if mesh.rank == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 
 import torch
@@ -15,7 +16,7 @@ from zeromesh.base.dtypes import dtypes
 from zeromesh.base.precision import Precision
 from zeromesh.parallel.pipeline.runtime.elsewhere import Elsewhere
 from zeromesh.parallel.pipeline.runtime.parameter_uses import ModelTrace, trace
-from zeromesh.parallel.pipeline.schedule.partition import Blocks, Cut
+from zeromesh.parallel.pipeline.schedule.partition import Blocks, Cut, inner
 
 LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -24,15 +25,40 @@ Place = tuple[nn.Module, str]  # of a parameter: the module, and its name there
 REMEDY = "name others in pipeline.blocks, in the order in which they are called, or set mesh.pipeline to 1"
 
 
-def examine(model: nn.Module, patterns: Sequence[str] = (), sample: ModelInput | None = None) -> Blocks:
+def examine(
+    model: nn.Module, patterns: Sequence[str] = (), sample: ModelInput | None = None, parts: bool = False
+) -> Blocks:
     """Find the blocks of a model by a trace of its forward; by the order of registration if it cannot be traced.
 
-    Operations are counted for ``sample``; without one, inputs are guessed. The model is not changed.
+    Operations are counted for ``sample``; without one, inputs are guessed. With ``parts``, modules inside of blocks
+    before which the trace shows that a forward can be left and entered are blocks, too. The model is not changed.
     """
     names = find_blocks(model, patterns)
     if isinstance(model, Chain):
         return _blocks(model, names, model.kinds, *_of_chain(model), None, ())
-    traced = trace(model, names, sample)
+    # Where no stage may begin inside of blocks, those that are inside of others are parts of them.
+    nested = inner(names)
+    names = [name for number, name in enumerate(names) if number not in nested]
+    if parts and (inside := _parts(model, names)) != names:
+        with suppress(ValueError):  # raised again below, for the blocks alone
+            if traced := trace(model, inside, sample):
+                return _examined(model, inside, traced)
+    return _examined(model, names, trace(model, names, sample))
+
+
+def _parts(model: nn.Module, blocks: Sequence[str]) -> list[str]:
+    """Return blocks, each with the modules in it, before which a model might be cut."""
+    names = []
+    for block in blocks:
+        names.append(block)
+        module = model.get_submodule(block)
+        # The values of a buffer that is state are taken from the one stage that has the block.
+        if not isinstance(module, LISTS) and not any(child._buffers for child in module.modules()):
+            names += [f"{block}.{name}" for name, child in module.named_children() if _has_parameters(child)]
+    return names
+
+
+def _examined(model: nn.Module, names: Sequence[str], traced: ModelTrace | None) -> Blocks:
     calls = list(range(len(names))) if traced is None else _separable(model, names, traced)
     block_names = [names[call if traced is None else traced.calls[call]] for call in calls]
     position = _positions(model, block_names)
@@ -95,7 +121,8 @@ def describe_stages(model: nn.Module, blocks: Blocks, cut: Cut) -> list[str]:
     costs: dict[str, list[float]] = {"parameters": [float(size) for size in counts]}
     bounds = (*cut.starts, len(cut.blocks))
     if blocks.operations is not None:
-        costs["operations"] = [sum(blocks.operations[bounds[stage] : bounds[stage + 1]]) for stage in stages]
+        first = [*(blocks.names.index(cut.blocks[start]) for start in cut.starts), len(blocks.names)]
+        costs["operations"] = [sum(blocks.operations[first[stage] : first[stage + 1]]) for stage in stages]
     return [
         f"stage {stage}: {cut.blocks[bounds[stage]]} to {cut.blocks[bounds[stage + 1] - 1]}, {counts[stage]:,} "
         "parameters, " + ", ".join(f"{cost[stage] / (sum(cost) or 1):.1%} of {what}" for what, cost in costs.items())
@@ -121,14 +148,15 @@ def _of_chain(model: Chain) -> tuple[dict[str, frozenset[int]], dict[str, int]]:
 def _separable(model: nn.Module, names: Sequence[str], traced: ModelTrace) -> list[int]:
     """Return the numbers of the calls at which the forward can be left and entered again, and of the first."""
     repeated = {block for block in traced.calls if traced.calls.count(block) > 1}
-    for block in repeated:
+    parts = inner(names)
+    for block in repeated - parts.keys():
         if _has_parameters(model.get_submodule(names[block])):
             raise ValueError(
                 f"{names[block]} is called {traced.calls.count(block)} times in a forward of {type(model).__name__}; "
                 f"blocks of a pipeline are called once, one after the other: {REMEDY}"
             )
     # What is called often and has no parameters, as a shared activation, belongs to the blocks around it.
-    once = [number for number, block in enumerate(traced.calls) if block not in repeated]
+    once = [number for number, block in enumerate(traced.calls) if block not in repeated and block not in parts]
     crossed = {number for source, read in traced.crossings for number in range(source, read)}
     numbers = [number for position, number in enumerate(once) if position == 0 or number not in crossed]
     if len(numbers) < 2 <= len(once):
@@ -140,7 +168,20 @@ def _separable(model: nn.Module, names: Sequence[str], traced: ModelTrace) -> li
         )
     if not numbers:
         raise ValueError(f"a forward of {type(model).__name__} calls none of {', '.join(names[:3])}: {REMEDY}")
-    return numbers
+    if not parts:
+        return numbers
+    outer = {traced.calls[number] for number in numbers}
+    # Before the first call inside of a block the model is cut as before the block.
+    inside = {
+        number
+        for number, block in enumerate(traced.calls)
+        if block in parts
+        and parts[block] in outer
+        and block not in repeated
+        and number not in traced.closed
+        and traced.calls[number - 1] != parts[block]
+    }
+    return sorted({*numbers, *inside})
 
 
 def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[str]:

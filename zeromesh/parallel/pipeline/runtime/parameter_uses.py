@@ -26,7 +26,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """Trace of a forward, in sections: before the first call of a block, and from each call of a block to the next."""
+    """Trace of a forward, in sections: before the first call of a block, and from each call to the next.
+
+    Modules inside of blocks, if they are among the blocks that the trace was given, have calls and sections, too.
+    """
 
     calls: tuple[int, ...]  # numbers of the blocks in the order of their calls
     uses: Mapping[str, frozenset[int]]  # parameter, under the first of its names -> the sections in which it was used
@@ -34,6 +37,7 @@ class ModelTrace:
     # Pairs of a section in which a value was computed and a later one that read it past the blocks' arguments; between
     # the two, the forward cannot be left and entered again.
     crossings: frozenset[tuple[int, int]]
+    closed: frozenset[int]  # calls of modules inside of blocks at which a forward cannot be left, for the same reason
     operators: int  # number of operators called
 
 
@@ -82,7 +86,7 @@ def _attempt(
 def _trace(model: nn.Module, blocks: Sequence[str], sample: ModelInput, guess: bool, limit: float) -> ModelTrace:
     copied, copies = imitated(model)
     names = {id(parameter): name for name, p in model.named_parameters() for parameter in (p, copies[id(p)])}
-    uses = _Uses(names)
+    uses = _Uses(names, blocks)
     run = DryRun(uses, guess, limit)
     for index, name in enumerate(blocks):
         parent, _, child = name.rpartition(".")
@@ -100,20 +104,30 @@ def _trace(model: nn.Module, blocks: Sequence[str], sample: ModelInput, guess: b
         vars(error)["guessed"] = run.values.guessed
         raise
     sections_of = {name: frozenset(sections) for name, sections in uses.sections_of.items()}
-    return ModelTrace(tuple(uses.calls), sections_of, tuple(uses.operations), frozenset(uses.crossings), run.operators)
+    return ModelTrace(
+        tuple(uses.calls),
+        sections_of,
+        tuple(uses.operations),
+        frozenset(uses.crossings),
+        frozenset(uses.closed),
+        run.operators,
+    )
 
 
 class _Uses(OperatorListener):
     """Record of what each operator reads and makes. Gates of blocks call it as they call a ``_Run``."""
 
-    def __init__(self, names: Mapping[int, str]) -> None:
-        self._names = names
+    def __init__(self, names: Mapping[int, str], blocks: Sequence[str]) -> None:
+        self._names, self._blocks = names, blocks
+        self.closed: set[int] = set()
         self.states: set[int] = set()
         self.calls: list[int] = []
         self.sections_of: dict[str, set[int]] = defaultdict(set)
         self.operations = [0.0]
         self.crossings: set[tuple[int, int]] = set()
-        self._inside = False
+        self._outer = -1  # number of the block that is being called; -1 outside of blocks
+        # Calls of modules inside of blocks: how many calls came before, and what the module was called with, by ``id``.
+        self._parts: list[tuple[int, frozenset[int]]] = []
         self._depends = False  # whether the present operator reads what depends on parameters
         self._arguments: frozenset[int] = frozenset()
         self._handed: set[int] = set()
@@ -128,22 +142,29 @@ class _Uses(OperatorListener):
 
     def called(self, block: nn.Module, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note the model's call of a block."""
-        if self._inside:  # an outer block calls it, of which it is a part
-            return block(*args, **kwargs)
         arguments = tensors_of((args, kwargs))
+        if self._outer >= 0:  # an outer block calls it, of which it is a part
+            if self._blocks[index].rpartition(".")[0] == self._blocks[self._outer]:
+                self._parts.append((len(self.calls), frozenset(map(id, arguments))))
+                # A view of an argument is not seen to be read where it reads the received value.
+                if any({*map(id, self._views[_storage(x)])} - {id(x)} for x in arguments if id(x) in self._made):
+                    self.closed.add(len(self.calls))
+                self.calls.append(index)
+                self.operations.append(0.0)
+            return block(*args, **kwargs)
         for tensor in arguments:  # an argument is handed on from stage to stage: only the first block uses it
             if id(tensor) in self._names and id(tensor) not in self._handed:
                 self.sections_of[self._names[id(tensor)]].add(self._section)
                 self._handed.add(id(tensor))
         self.calls.append(index)
         self.operations.append(0.0)
-        self._inside, self._arguments = True, frozenset(map(id, arguments))
+        self._outer, self._arguments = index, frozenset(map(id, arguments))
         try:
             output = block(*args, **kwargs)
             # What a block returns is another value than what it was given, even where it is the same tensor.
             return map_tensors(output, lambda x: x.view_as(x) if id(x) in self._arguments else x)
         finally:
-            self._inside, self._arguments = False, frozenset()
+            self._outer, self._arguments = -1, frozenset()
 
     def on_read(self, func: Any, tensors: Sequence[Tensor]) -> None:
         """Note what an operator reads."""
@@ -156,12 +177,15 @@ class _Uses(OperatorListener):
         results = list(tensors_in((result,)))
         for tensor in results:
             self._views[_storage(tensor)].append(tensor)
-        if self._inside or self._depends:
+        if self._outer >= 0 or self._depends:
             if func._schema.is_mutable:
                 # A write also reaches the views that were taken of the tensor before.
                 named = zip(func._schema.arguments, args, strict=False)
                 written = [x for declared, x in named if declared.is_write and isinstance(x, Tensor)]
                 results += [view for x in written for view in (x, *self._views[_storage(x)])]
+                # A stage that begins there has the value that is written to as a message, which autograd must not lose.
+                touched_ids = set(map(id, results))
+                self.closed.update(call for call, arguments in self._parts if touched_ids & arguments)
             for tensor in results:
                 self._made[id(tensor)] = self._section
 
@@ -170,11 +194,23 @@ class _Uses(OperatorListener):
         if id(tensor) in self._names:
             if id(tensor) not in self._arguments:
                 self.sections_of[self._names[id(tensor)]].add(self._section)
+            else:
+                self._crosses(tensor, 0)  # as an argument of blocks it comes from the stage of the first one
             return True
         section = self._made.get(id(tensor))
-        if section is not None and section < self._section and id(tensor) not in self._arguments:
-            self.crossings.add((section, self._section))
+        if section is not None and section < self._section:
+            self._crosses(tensor, section)
         return section is not None or id(tensor) in self.states
+
+    def _crosses(self, tensor: Tensor, section: int) -> None:
+        """Note between which calls the forward cannot be left, as a tensor that was made before is read now."""
+        if id(tensor) not in self._arguments:
+            self.crossings.add((section, self._section))
+        for call, arguments in reversed(self._parts):
+            if call < section:
+                break
+            if id(tensor) not in arguments:
+                self.closed.add(call)
 
 
 # Operators that read no values.

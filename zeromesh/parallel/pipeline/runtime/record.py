@@ -81,11 +81,15 @@ class Recorded:
             [median(durations.get((kind, stage), [0.0])) for stage in stages]
             for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT, Kind.BACKWARD)
         )
-        if any(kind is Kind.INPUT for kind, _ in durations):
+        if not any(kind is Kind.BACKWARD for kind, _ in durations):
             return Costs(forward, inputs, weight, latency=self._message())
-        # Where both gradients are computed at once, each is taken for half of that: nothing tells them apart.
-        half = [each / 2 for each in both]
-        return Costs(forward, half, half, both, latency=self._message())
+        for stage in stages:
+            # Where both gradients are computed at once, each is taken for half of that: nothing tells them apart.
+            if (Kind.INPUT, stage) in durations:
+                both[stage] = inputs[stage] + weight[stage]
+            else:
+                inputs[stage] = weight[stage] = both[stage] / 2
+        return Costs(forward, inputs, weight, both, latency=self._message())
 
     def _message(self) -> float:
         """Return the median time from the begin of a send until a waiting rank went on; 0 if none ever waited."""

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, is_dataclass
-from dataclasses import fields as dataclass_fields
+from dataclasses import dataclass, field
 from functools import wraps
-from importlib import import_module
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import swap_tensors
 
 from zeromesh.base.buffer_memory import BufferMemory
 from zeromesh.base.containers import map_tensors, tensors_of
 from zeromesh.base.in_place import version
 from zeromesh.parallel.pipeline.runtime.elsewhere import Parameters, counting, counts
+from zeromesh.parallel.pipeline.runtime.outlines import imitate, outline
+from zeromesh.parallel.pipeline.schedule.partition import inner
 
 # The forward is left, and entered again, between two of the model's blocks. While a stage runs, gates stand in the
 # places of the blocks: those of earlier stages return something of the right shape, the first of the stage's own is
@@ -83,6 +83,14 @@ class Stages:
         self._bounds = (*starts, len(blocks))
         self._first, self._watched = first, {first}  # the first stage of this rank
         self._places = [(around, child) for around, _, child in (name.rpartition(".") for name in blocks)]
+        self._inner = inner(blocks)
+        # Other modules in blocks that are cut through.
+        self._parts = [
+            (blocks[block], name)
+            for block in sorted({*self._inner.values()})
+            for name, _ in model.get_submodule(blocks[block]).named_children()
+            if f"{blocks[block]}.{name}" not in blocks
+        ]
         inside = {id(module) for name in blocks for module in model.get_submodule(name).modules()}
         self._outside = [module for module in model.modules() if id(module) not in inside]
 
@@ -112,7 +120,7 @@ class Stages:
         bounds = self._bounds[stage], self._bounds[stage + 1]
         before = nullcontext() if again is None else again.restored()
         with before, self._spared(stage, again is not None) as enter:
-            run = _Run(self._blocks, *bounds, received, places, sends_all, enter)
+            run = _Run(self._blocks, *bounds, self._inner, received, places, sends_all, enter)
             with self._gates(run), self._without_graph(run), counting():
                 try:
                     if run.is_live:
@@ -133,12 +141,12 @@ class Stages:
         # The modules around blocks are looked up once a run: mostly it is one list, which has all blocks.
         parents = {around: self._model.get_submodule(around) for around in {around for around, _ in self._places}}
         replaced = []
-        for index, (around, child) in enumerate(self._places):
+        for index, (around, child) in enumerate((*self._places, *self._parts)):
             inside = parents[around]._modules
             block = inside[child]
-            assert block is not None
-            replaced.append((inside, child, block))
-            inside[child] = _Gate(block, index, run)
+            if block is not None:
+                replaced.append((inside, child, block))
+                inside[child] = _Gate(block, index if index < len(self._places) else f"{around}.{child}", run)
         try:
             yield
         finally:
@@ -210,7 +218,7 @@ class _Left(Exception):
 class _Gate(nn.Module):
     """Stand-in of a block, to which it leaves everything but its call."""
 
-    def __init__(self, block: nn.Module, index: int, run: _Run) -> None:
+    def __init__(self, block: nn.Module, index: int | str, run: _Run) -> None:
         super().__init__()
         # A forward may look for what is inside of its model. Past nn.Module, which would make the block a child.
         inside = {name: getattr(block, name) for name in ("training", "_modules", "_parameters", "_buffers")}
@@ -241,6 +249,7 @@ class _Run:
     blocks: tuple[str, ...]
     first: int
     stop: int
+    inner: Mapping[int, int]  # blocks inside of others, by number -> those others
     received: Handed | None
     known_places: Sequence[int] | None
     sends_all: bool
@@ -248,6 +257,7 @@ class _Run:
     is_live: bool = False
     _latest: int = -1
     _returned: dict[str, Any] = field(default_factory=dict)
+    _parts_called: dict[str, int] = field(default_factory=dict)
     _replaced: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _made: list[Tensor] = field(default_factory=list)
 
@@ -258,8 +268,10 @@ class _Run:
             self._returned |= self.received.header.returned
             self._made += self.received.tensors
 
-    def called(self, block: nn.Module, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Handle the model's call of a block."""
+    def called(self, block: nn.Module, index: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Handle the model's call of a block, or of a module in a block that is cut through, which has no number."""
+        if isinstance(index, str):
+            return self._part(block, index, args, kwargs)
         if index <= self._latest:
             raise RuntimeError(
                 f"{self.blocks[index]} was called after {self.blocks[self._latest]}; blocks of a pipeline are called "
@@ -269,15 +281,31 @@ class _Run:
         if index >= self.stop:
             # Only an exception leaves the user's forward from inside of it.
             raise _Left(self._hand(index, args, kwargs))
+        if index in self.inner:
+            if index == self.first:
+                args, kwargs = self._enter(args, kwargs)
+            return self._part(block, self.blocks[index], args, kwargs)
         name = self.blocks[index].rpartition(".")[0]
-        if index < self.first:
-            return _imitate(self._returned[name], args, kwargs)
-        args, kwargs = self._as_received(args, kwargs) if self.is_live else self._enter(args, kwargs)
+        begins_inside = self.inner.get(self.first) == index and not self.is_live
+        if index < self.first and not begins_inside:
+            return imitate(self._returned[name], args, kwargs)
+        if not begins_inside:
+            args, kwargs = self._as_received(args, kwargs) if self.is_live else self._enter(args, kwargs)
         arguments = [(tensor, version(tensor)) for tensor in tensors_of((args, kwargs))]
         output = block(*args, **kwargs)
         # A later stage can make these by no other way; what was only passed on, it can.
         self._made += [tensor for tensor in tensors_of(output) if not _is_passed_on(tensor, arguments)]
-        self._returned[name] = _outline(output)
+        self._returned[name] = outline(output)
+        return output
+
+    def _part(self, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Handle the call of a module in a block that is cut through: another stage's is not computed."""
+        self._parts_called[path] = count = self._parts_called.get(path, -1) + 1
+        if not self.is_live:
+            return imitate(self._returned[f"{path} {count}"], args, kwargs)
+        output = module(*args, **kwargs)
+        self._made += tensors_of(output)
+        self._returned[f"{path} {count}"] = outline(output)
         return output
 
     def arrived(self, index: int, inputs: Any) -> Any:
@@ -311,8 +339,27 @@ class _Run:
                     f"{self.blocks[self.first]} is given one tensor twice on this stage, and two on the one before; "
                     "give it copies, or cut elsewhere with pipeline.partition"
                 )
+        if self.first in self.inner:
+            return self._exchanged(args, kwargs)
         following = iter(values)
         return map_tensors((args, kwargs), lambda _: next(following))
+
+    def _exchanged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let the tensors themselves have the received values: the block's code has them in its variables, too."""
+        for tensor, value in {id(pair[0]): pair for pair in self._replaced}.values():
+            # A view, as the exchange would take the received tensor's place in the graph from it.
+            alias = value.view_as(value)
+            try:
+                if type(tensor) is not Tensor:
+                    raise RuntimeError(f"it is a {type(tensor).__name__}")
+                swap_tensors(tensor, alias)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"no stage can begin at {self.blocks[self.first]}, as something else refers to what it is called "
+                    f'with ({error}); set pipeline.partition to "uniform" or a list, which cut between blocks only'
+                ) from error
+        self._replaced = []
+        return args, kwargs
 
     def _as_received(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments with received tensors for those that all blocks share, as an encoder's outputs."""
@@ -364,75 +411,8 @@ class _Run:
 
 
 def _is_passed_on(tensor: Tensor, arguments: Sequence[tuple[Tensor, int]]) -> bool:
-    """Return whether a block returned a given tensor unchanged, in a way that ``_imitate`` can repeat."""
-    # _imitate takes the first argument of a shape and dtype, so there must be one only; and a write would be missed.
+    """Return whether a block returned a given tensor unchanged, in a way that ``imitate`` can repeat."""
+    # imitate takes the first argument of a shape and dtype, so there must be one only; and a write would be missed.
     form = tensor.shape, tensor.dtype
     alike = {id(other): before for other, before in arguments if (other.shape, other.dtype) == form}
     return alike == {id(tensor): version(tensor)}
-
-
-def _outline(value: Any) -> Any:
-    """Return a JSON description of a value: of a tensor its shape and dtype, of an object its fields."""
-    kind = type(value)
-    if isinstance(value, Tensor):
-        return {"tensor": [*value.shape, str(value.dtype).removeprefix("torch.")]}
-    if kind in (list, tuple):
-        return {kind.__name__: [_outline(item) for item in value]}
-    if kind is dict:
-        return {"dict": [[key if isinstance(key, int) else str(key), _outline(item)] for key, item in value.items()]}
-    if isinstance(value, Mapping):
-        fields = {str(key): item for key, item in value.items()}
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        fields = dict(zip(value._fields, value, strict=True))
-    elif is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name, None) for field in dataclass_fields(value)}
-    else:
-        return value if isinstance(value, bool | int | float | str) else None
-    if "<locals>" in kind.__qualname__:
-        raise TypeError(
-            f"a block returned a {kind.__qualname__}, of which other stages cannot make one; define the class at the "
-            "top of a module, or return a tuple or a dict"
-        )
-    return {f"{kind.__module__}:{kind.__qualname__}": {key: _outline(item) for key, item in fields.items()}}
-
-
-def _object(kind: str, fields: dict[str, Any]) -> Any:
-    """Return an object of a class that ``_outline`` has named."""
-    module, _, name = kind.partition(":")
-    object_type: Any = attrgetter(name)(import_module(module))
-    has_fields, is_mapping = is_dataclass(object_type), issubclass(object_type, Mapping)
-    if has_fields and not is_mapping:
-        # Its constructor ran, and checked the values, on the stage that made the original.
-        instance = object.__new__(object_type)
-        for key, value in fields.items():
-            object.__setattr__(instance, key, value)
-        return instance
-    return object_type(fields) if is_mapping and not has_fields else object_type(**fields)
-
-
-def _imitate(outline: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a value of that outline with meaningless tensors: the arguments, or zeros without memory."""
-    arguments = tensors_of((args, kwargs))
-
-    def make(outline: Any) -> Any:
-        if not isinstance(outline, dict):
-            return outline
-        kind, inside = next(iter(outline.items()))
-        if isinstance(inside, dict):
-            return _object(kind, {key: make(item) for key, item in inside.items()})
-        if kind == "dict":
-            return {key: make(item) for key, item in inside}
-        if kind != "tensor":
-            return [make(item) for item in inside] if kind == "list" else tuple(make(item) for item in inside)
-        *shape, dtype = inside
-        same = (
-            tensor
-            for tensor in arguments
-            if tensor.shape == torch.Size(shape) and tensor.dtype == getattr(torch, dtype)
-        )
-        device = arguments[0].device if arguments else None
-        stand_in = next(same, torch.zeros((), dtype=getattr(torch, dtype), device=device).expand(shape))
-        # Another object than what was given: by its identity it is known what was received for it.
-        return stand_in.view_as(stand_in)
-
-    return make(outline)

@@ -6,13 +6,18 @@ from pathlib import Path
 
 from zeromesh.parallel.pipeline.schedule.actions import Kind, Schedule
 from zeromesh.parallel.pipeline.schedule.generators import generate
-from zeromesh.parallel.pipeline.schedule.lowering import add_messages, add_recompute
+from zeromesh.parallel.pipeline.schedule.lowering import add_messages, add_recompute, split_backwards
 from zeromesh.parallel.pipeline.schedule.schedule_files import read_costs, read_schedule
 from zeromesh.parallel.pipeline.schedule.validate import validate
+
+EARLY = ("1f1b", "interleaved-1f1b")
+"""Schedules of whole backwards in which a rank waits for the gradient of each micro-batch, which can be sent early."""
 
 
 class ChosenSchedule:
     """The schedule of a configuration, by name or path, with its messages, for any number of micro-batches.
+
+    With ``splits``, the backwards of those in ``EARLY`` give the input's gradient before the weights'.
 
     Attributes:
         name: of the schedule, or the path of its file.
@@ -31,7 +36,9 @@ class ChosenSchedule:
         chunks: int | None = None,
         costs: str | None = None,
         recompute: bool = False,
+        splits: bool = False,
     ) -> None:
+        self._splits = splits and schedule in EARLY
         self._ranks, self._chunks, self._costs_file, self._recompute = ranks, chunks, costs, recompute
         self.name = str(schedule)
         self._read = self._from_file(schedule) if isinstance(schedule, Path) else None
@@ -72,6 +79,8 @@ class ChosenSchedule:
                 "schedule for "
                 f"{microbatches}"
             )
+        if self._splits:
+            computed = split_backwards(computed)
         if self._recompute:
             # Of the last stage the backward follows at once: there is nothing to be saved.
             computed = add_recompute(computed, range(computed.stages - 1))

@@ -61,6 +61,21 @@ def _send_of(schedule: Schedule, action: Action) -> Action | None:
     return send if 0 <= other < schedule.stages and placement[other] != placement[action.stage] else None
 
 
+def split_backwards(schedule: Schedule) -> Schedule:
+    """Compute input gradients that another rank waits for apart from weight gradients, which follow at once.
+
+    The message is then sent, and the other rank goes on, before the weight gradients are computed.
+    """
+    ranks: list[list[Action]] = []
+    for actions in schedule.ranks:
+        order: list[Action] = []
+        for action in actions:
+            splits = action.kind is Kind.BACKWARD and _send_of(schedule, action) is not None
+            order += [action._replace(kind=kind) for kind in (Kind.INPUT, Kind.WEIGHT)] if splits else [action]
+        ranks.append(order)
+    return replace(schedule, ranks=tuple(map(tuple, ranks)))
+
+
 def add_recompute(schedule: Schedule, stages: Sequence[int] | None = None) -> Schedule:
     """Compute activations again right before each backward, of all stages or of some."""
     ranks: list[list[Action]] = []

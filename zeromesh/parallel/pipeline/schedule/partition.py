@@ -40,11 +40,29 @@ class Blocks:
     buffers: Mapping[str, int] = field(default_factory=dict)
     finer: tuple[str, ...] = ()  # patterns of smaller blocks inside of them
 
+    @property
+    def outer(self) -> list[int]:
+        """Numbers of the blocks that are not inside of another one."""
+        inside = inner(self.names)
+        return [number for number in range(len(self.names)) if number not in inside]
+
     def cut(self, starts: Sequence[int]) -> Cut:
-        """Cut the model before these blocks."""
+        """Cut the model before these blocks. Modules inside of blocks at which no stage begins are left out."""
         cut = Cut(self.names, tuple(starts), {}, {})
         stages = {name: tuple(sorted({cut.stage_of(b) for b in blocks})) for name, blocks in self.uses.items()}
-        return Cut(cut.blocks, cut.starts, stages, {name: cut.stage_of(block) for name, block in self.buffers.items()})
+        numbers = sorted({*self.outer, *starts})
+        names, positions = (
+            tuple(self.names[number] for number in numbers),
+            tuple(numbers.index(start) for start in starts),
+        )
+        return Cut(names, positions, stages, {name: cut.stage_of(block) for name, block in self.buffers.items()})
+
+
+def inner(names: Sequence[str]) -> dict[int, int]:
+    """Return, by the numbers of blocks that are modules inside of other ones, the numbers of those."""
+    numbers = {name: number for number, name in enumerate(names)}
+    around = {number: numbers.get(name.rpartition(".")[0]) for number, name in enumerate(names)}
+    return {number: outer for number, outer in around.items() if outer is not None}
 
 
 def partition(costs: Sequence[float], stages: int) -> list[int]:
@@ -89,14 +107,15 @@ WAYS: dict[str, Callable[[Blocks, int], list[int]]] = {
     # Without a trace there are no counts, and parameters are the next best guess of the work.
     "best": lambda blocks, stages: partition(blocks.operations or blocks.parameters, stages),
     "parameters": lambda blocks, stages: partition(blocks.parameters, stages),
-    "uniform": lambda blocks, stages: uniform(len(blocks.names), stages),
+    "uniform": lambda blocks, stages: [blocks.outer[number] for number in uniform(len(blocks.outer), stages)],
 }
 """Values of ``pipeline.partition``; there are ``type:REGEX`` and a list of first blocks, too."""
 
 
 def starts_of(how: str | Sequence[int], blocks: Blocks, stages: int) -> list[int]:
     """Return the first block of each stage, as ``pipeline.partition`` says. Raise ValueError if it does not fit."""
-    count = len(blocks.names)
+    outer = blocks.outer
+    count = len(outer)
     if count < stages:
         finer = f", as {json.dumps(blocks.finer)}" if blocks.finer else ""
         raise ValueError(
@@ -109,9 +128,9 @@ def starts_of(how: str | Sequence[int], blocks: Blocks, stages: int) -> list[int
                 f"pipeline.partition is {how}; as a list it has the number of the first block of each of the {stages} "
                 f"stages, ascending from 0, and there are {count} blocks"
             )
-        return list(how)
+        return [outer[number] for number in how]
     if how.lower().startswith("type:"):
-        return _by_type(how[len("type:") :], blocks, stages)
+        return [outer[number] for number in _by_type(how[len("type:") :], [blocks.types[n] for n in outer], stages)]
     if how not in WAYS:
         raise ValueError(
             f"pipeline.partition is {how!r}; use one of {', '.join(WAYS)}, type:REGEX, where blocks whose class's name "
@@ -120,12 +139,12 @@ def starts_of(how: str | Sequence[int], blocks: Blocks, stages: int) -> list[int
     return WAYS[how](blocks, stages)
 
 
-def _by_type(pattern: str, blocks: Blocks, stages: int) -> list[int]:
+def _by_type(pattern: str, types: Sequence[str], stages: int) -> list[int]:
     try:
-        counts = [float(bool(re.search(pattern, name, re.IGNORECASE))) for name in blocks.types]
+        counts = [float(bool(re.search(pattern, name, re.IGNORECASE))) for name in types]
     except re.error as error:
         raise ValueError(f"pipeline.partition: {pattern!r} is no regular expression: {error}") from None
     if not any(counts):
-        classes = ", ".join(sorted({*blocks.types}))
+        classes = ", ".join(sorted({*types}))
         raise ValueError(f"pipeline.partition: type:{pattern} matches none of the blocks, whose classes are {classes}")
     return partition(counts, stages)
