@@ -24,6 +24,7 @@ from commands import call
 from compare import assert_same
 from harness import FOLDERS, ROOT, on_ranks, run_command
 from malicious import Malicious
+from manifests import whole_manifest
 from run import start_engine, train_step
 from zeromesh.checkpoint.boxes import Reader
 
@@ -65,7 +66,7 @@ def test_an_imported_checkpoint_has_the_values_and_states_of_the_other_library(k
     WRITERS[kind](tmp_path / "theirs", model, optimizer)
     path = zeromesh.convert_checkpoint(tmp_path / "theirs", tmp_path / "ours", model=model)
     assert_same(tensors(path), foreign.everything(model, optimizer))
-    manifest = Reader(path).manifest
+    manifest = whole_manifest(path)
     assert manifest["global_steps"] == 3
     assert "AdamW" in manifest["optimizer"]
     assert manifest["scalars"]["one.bias"]["step"] == [3.0, "float32"]
@@ -179,7 +180,7 @@ def test_lightning_states_are_found_by_the_order_of_parameters(tmp_path: Path) -
     foreign.write_lightning(tmp_path / "last.ckpt", model, optimizer)
     path = zeromesh.convert_checkpoint(tmp_path / "last.ckpt", tmp_path / "ours", strip="net.")
     assert_same(tensors(path), foreign.everything(model, optimizer))
-    assert Reader(path).manifest["scheduler"]["step_size"] == 2
+    assert whole_manifest(path)["scheduler"]["step_size"] == 2
 
 
 @pytest.mark.full
@@ -196,7 +197,7 @@ def test_files_of_the_real_lightning_have_the_values_that_it_holds(precision: st
         tmp_path / "last.ckpt", tmp_path / "ours", strip="net.", model="foreign_checkpoints:Small"
     )
     assert_same(tensors(path), torch.load(tmp_path / "held.pt"))
-    assert Reader(path).manifest["global_steps"] == 3
+    assert whole_manifest(path)["global_steps"] == 3
 
 
 DATA = Path(__file__).parent / "data" / "recorded.zip"
@@ -217,7 +218,7 @@ def test_recorded_files_of_deepspeed_have_what_it_held(kind: str, tmp_path: Path
     path = zeromesh.convert_checkpoint(tmp_path / kind, tmp_path / "ours", model=foreign.Small())
     found = {name: value for name, value in tensors(path).items() if not name.startswith("buffer/")}
     assert_same(found, {name: value for name, value in held.items() if isinstance(value, torch.Tensor)})
-    manifest, scale = Reader(path).manifest, held["scale"]
+    manifest, scale = whole_manifest(path), held["scale"]
     assert (manifest["global_steps"], manifest["scheduler_type"]) == (held["steps"], "WarmupLR")
     if "fp16" in kind:
         good = scale["cur_iter"] - scale["last_overflow_iter"] - 1
@@ -241,7 +242,7 @@ def test_recorded_files_of_megatron_core_have_what_its_own_reader_finds(kind: st
             }
     path = zeromesh.convert_checkpoint(tmp_path / kind, tmp_path / "ours")
     assert_same(tensors(path), wanted)
-    manifest = Reader(path).manifest
+    manifest = whole_manifest(path)
     assert manifest["global_steps"] == 3
     assert {numbers["step"][0] for numbers in manifest["scalars"].values()} == {3.0}
     assert len(manifest["scalars"]) == sum(name.startswith("parameter/") for name in wanted)
@@ -269,7 +270,7 @@ def test_groups_of_numbered_parameters_are_told_by_their_shapes(tmp_path: Path) 
     # Both matrices have one shape, and lie in the order of the model.
     path = zeromesh.convert_checkpoint(tmp_path / "last.ckpt", tmp_path / "ours", strip="net.")
     assert_same(tensors(path), foreign.everything(model, optimizer))
-    assert Reader(path).manifest["members"] == {"embed.weight": 0, "head.weight": 0, "head.bias": 1}
+    assert whole_manifest(path)["members"] == {"embed.weight": 0, "head.weight": 0, "head.bias": 1}
     apart = torch.optim.AdamW([{"params": [p]} for p in (*matrices, *vectors)], lr=0.01)
     foreign.step(model, apart, 1)
     foreign.write_lightning(tmp_path / "apart.ckpt", model, apart)
@@ -286,7 +287,7 @@ def test_megatron_tensors_of_all_layers_become_one_for_each(tmp_path: Path, capl
     for number in range(3):
         assert torch.equal(found[f"parameter/decoder.layers.{number}.mlp.weight"], layers[number])
         assert torch.equal(found[f"optimizer/exp_avg/decoder.layers.{number}.mlp.weight"], layers[number] + 1)
-    assert Reader(path).manifest["global_steps"] == 7
+    assert whole_manifest(path)["global_steps"] == 7
     assert "not in the model: decoder.layers.0.mlp.weight" in caplog.text
     assert "only in the model: weight, bias" in caplog.text
 
@@ -323,7 +324,7 @@ def test_what_is_exported_comes_back_as_it_was(to: str, ours: Any, tmp_path: Pat
     zeromesh.convert_checkpoint(folder, tmp_path / "there", to, ranks=2 if to == "deepspeed-universal" else 0)
     path = zeromesh.convert_checkpoint(tmp_path / "there", tmp_path / "back", model=model)
     assert_same(tensors(path), foreign.everything(model, optimizer))
-    first, last = Reader(folder / "global_step3").manifest, Reader(path).manifest
+    first, last = whole_manifest(folder / "global_step3"), whole_manifest(path)
     for key in ("global_steps", "groups", "members", "scheduler", "scalars"):
         assert last[key] == first[key], key
 
@@ -338,8 +339,8 @@ def test_the_loss_scale_goes_to_deepspeed_and_back(tmp_path: Path) -> None:
     first = zeromesh.convert_checkpoint(tmp_path / "deepspeed-2-fp16", tmp_path / "ours")
     zeromesh.convert_checkpoint(tmp_path / "ours", tmp_path / "there", "deepspeed-universal")
     path = zeromesh.convert_checkpoint(tmp_path / "there", tmp_path / "back")
-    found = Reader(path).manifest["loss_scaler"]
-    assert found == Reader(first).manifest["loss_scaler"]
+    found = whole_manifest(path)["loss_scaler"]
+    assert found == whole_manifest(first)["loss_scaler"]
     assert (found["scale"], found["window"]) == (held["scale"]["cur_scale"], 3)
 
 
@@ -360,7 +361,7 @@ def test_groups_of_parameters_are_kept_by_name(tmp_path: Path) -> None:
     engine = zeromesh.initialize(model=model, optimizer=optimizer, config={"zero_optimization": {"stage": 3}})[0]
     train_step(engine, engine(foreign.tokens(0)))
     path = engine.save_checkpoint(tmp_path)
-    members = Reader(path).manifest["members"]
+    members = whole_manifest(path)["members"]
     assert members == {"embed.weight": 0, "one.weight": 0, "two.weight": 0, "one.bias": 1, "two.bias": 1}
 
 

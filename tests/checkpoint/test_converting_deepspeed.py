@@ -11,6 +11,7 @@ import zeromesh
 from compare import assert_same
 from foreign_checkpoints import Small, groups, tokens
 from harness import FOLDERS, ROOT, run_command, run_ranks
+from manifests import whole_manifest
 from run import configuration, train_step
 from zeromesh.checkpoint.boxes import Reader
 
@@ -47,7 +48,7 @@ def converted(path: Path) -> dict[str, torch.Tensor]:
 
 
 def require_scale(path: Path, wanted: dict[str, Any], precision: str) -> None:
-    found = Reader(path).manifest["loss_scaler"]
+    found = whole_manifest(path)["loss_scaler"]
     if precision != "fp16":
         assert found is None
         return

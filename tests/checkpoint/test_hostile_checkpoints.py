@@ -17,6 +17,7 @@ from torch import nn
 
 import foreign_checkpoints as foreign
 import zeromesh
+from manifests import boxes_in, content_of, sign, write_manifest
 from mutations import mutated
 from run import sgd, start_engine, train_step
 from runs import seed_everything
@@ -29,12 +30,12 @@ from zeromesh.apps.train.metrics import read_metrics
 from zeromesh.base.files import inside
 from zeromesh.base.lock import LOCK, locked
 from zeromesh.checkpoint import checkpoint_folder as folders
-from zeromesh.checkpoint.boxes import Box, Reader, write_shard
+from zeromesh.checkpoint.boxes import Box, Reader
 from zeromesh.checkpoint.copies.memory_files import MARK, mark, marked
 from zeromesh.checkpoint.formats import deepspeed
 from zeromesh.checkpoint.formats.form import Contents, whole
 from zeromesh.checkpoint.formats.pickles import Inert, read_tensors
-from zeromesh.checkpoint.manifest import MANIFEST, signed
+from zeromesh.checkpoint.shard_writer import write_shard
 from zeromesh.checkpoint.weights.pretrained import build
 from zeromesh.parallel.pipeline.schedule.schedule_files import read_costs
 
@@ -104,13 +105,8 @@ def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[zeromesh.Engi
     return engine, tmp_path / "saved"
 
 
-def content_of(checkpoint: Path) -> dict[str, Any]:
-    content = json.loads((checkpoint / MANIFEST).read_text())
-    return {key: value for key, value in content.items() if key not in ("format", "sha256")}
-
-
-def sign(checkpoint: Path, content: Any) -> None:
-    (checkpoint / MANIFEST).write_text(json.dumps(signed(content)))
+def named(content: dict[str, Any], key: str) -> Any:
+    return content["ranks"][0]["named"][key]
 
 
 def scheduled(content: dict[str, Any], **values: Any) -> None:
@@ -118,26 +114,32 @@ def scheduled(content: dict[str, Any], **values: Any) -> None:
 
 
 FAULTS = {
-    "a state that is no number": lambda content: content["scalars"]["one.bias"].update(step="three"),
-    "a number that its dtype lacks": lambda content: content["scalars"]["one.bias"].update(step=[2**70, "int32"]),
-    "a number without a dtype": lambda content: content["scalars"]["one.bias"].update(step=[3, None]),
-    "states of a list": lambda content: content.update(scalars=[1]),
-    "a state that others have": lambda content: content["scalars"].pop("one.bias"),
+    "a state that is no number": lambda content: named(content, "scalars")["one.bias"].update(step="three"),
+    "a number that its dtype lacks": lambda content: named(content, "scalars")["one.bias"].update(
+        step=[2**70, "int32"]
+    ),
+    "a number without a dtype": lambda content: named(content, "scalars")["one.bias"].update(step=[3, None]),
+    "states of a list": lambda content: content["ranks"][0]["named"].update(scalars=[1]),
+    "a state that others have": lambda content: named(content, "scalars").pop("one.bias"),
     "data without length": lambda content: content["data"].pop("length"),
     "a negative position": lambda content: content["data"].update(samples=-1),
     "a scale of 0": lambda content: content.update(loss_scaler={"scale": 0.0, "hysteresis": 1, "good_steps": 0}),
     "an option of text": lambda content: content["groups"][0].update(lr="junk"),
     "other parameters": lambda content: content["groups"][0].update(params=[1]),
     "a rate that is none": lambda content: content["groups"][0].update(lr=float("nan")),
-    "a group that is none": lambda content: content["members"].update({"one.bias": 7}),
+    "a group that is none": lambda content: named(content, "members").update({"one.bias": 7}),
     "a scheduler's position": lambda content: scheduled(content, last_epoch="junk"),
     "a scheduler's optimizer": lambda content: scheduled(content, optimizer=3),
     "a client state": lambda content: content["client_state"].update(array={"__numpy__": ["junk", 1]}),
     "a client state of a tensor": lambda content: content["client_state"].update(tensor={"__stored__": ["x"]}),
     "a deep client state": lambda content: content["client_state"].update(deep=json.loads("[" * 900 + "]" * 900)),
-    "elements that no box has": lambda content: content["shards"][0]["boxes"].pop(
-        next(at for at, box in enumerate(content["shards"][0]["boxes"]) if box["name"] == "parameter/one.bias")
+    "elements that no box has": lambda content: content["ranks"][0]["boxes"].pop(
+        next(at for at, box in enumerate(boxes_in(content)) if box["name"] == "parameter/one.bias")
     ),
+    "a tensor that only the index has": lambda content: content["tensors"].update(
+        {"optimizer/other/one.bias": content["tensors"]["parameter/one.bias"]}
+    ),
+    "a tensor that the index lacks": lambda content: content["tensors"].pop("optimizer/exp_avg/one.bias"),
     "steps that are none": lambda content: content.update(global_steps=float("nan")),
     "nothing of the optimizer": lambda content: content.pop("groups"),
 }
@@ -163,8 +165,8 @@ def test_a_state_that_generators_refuse_is_found_before_anything_is_loaded(
 ) -> None:
     engine, folder = saved
     content, before = content_of(folder / "tag"), everything(engine)
-    (box,) = (box for box in content["shards"][0]["boxes"] if box["name"].startswith("random/"))
-    file = folder / "tag" / content["shards"][0]["file"]
+    (box,) = (box for box in boxes_in(content) if box["name"].startswith("random/"))
+    file = folder / "tag" / "rank_00000.safetensors"
     data = bytearray(file.read_bytes())
     data[slice(*box["bytes"])] = b'{"python": [3, [1, 2], null]}'.ljust(box["bytes"][1] - box["bytes"][0])
     file.write_bytes(data)
@@ -212,7 +214,7 @@ def test_boxes_that_lie_over_each_other_or_leave_gaps_are_refused(tmp_path: Path
     def write(*areas: tuple[int, int, int, int]) -> Reader:
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         (tmp_path / "run").mkdir()
-        folders.write_manifest(tmp_path / "run", {"shards": [write_shard(tmp_path / "run", 0, boxes(*areas))]})
+        write_manifest(tmp_path / "run", {"shards": [write_shard(tmp_path / "run", 0, boxes(*areas))]})
         return Reader(tmp_path / "run")
 
     around = [(0, 0, 1, 5), (0, 5, 3, 1), (3, 1, 1, 5), (1, 0, 3, 1), (1, 1, 2, 4)]
@@ -309,7 +311,7 @@ def test_links_in_place_of_our_files_are_not_followed(link: Any, tmp_path: Path)
     for name in ("latest.draft", "latest", "manifest.json.draft", f"{MARK}.draft"):
         link(run / name, kept)
     folders.write_latest(run, "tag")
-    folders.write_manifest(run, {"shards": []})
+    write_manifest(run, {"shards": []})
     mark(run, "zeromesh-0-0123456789abcdef")
     assert marked(run) == "zeromesh-0-0123456789abcdef"
     assert (run / "latest").read_text() == "tag"

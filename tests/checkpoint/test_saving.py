@@ -54,7 +54,7 @@ def test_a_resumed_run_continues_bit_for_bit(settings: dict[str, Any], tmp_path:
     run_ranks(resume, mesh.get("replicate", 1) * mesh["data"], str(tmp_path), settings)
     files = sorted(path.name for path in (tmp_path / f"global_step{PART}").iterdir())
     assert files[0] == "manifest.json"
-    assert all(name.endswith(".safetensors") for name in files[1:]), "nothing but safetensors and JSON is written"
+    assert {Path(name).suffix for name in files[1:]} == {".jsonl", ".safetensors"}, "nothing else but JSON is written"
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"global_step{PART}", "latest"]
 
 

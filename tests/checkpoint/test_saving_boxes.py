@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from manifests import write_manifest
 from zeromesh.checkpoint import boxes
-from zeromesh.checkpoint.boxes import Box, Reader, write_shard
-from zeromesh.checkpoint.checkpoint_folder import write_json, write_manifest
+from zeromesh.checkpoint.boxes import Box, Reader
 from zeromesh.checkpoint.manifest import CODES, MANIFEST
+from zeromesh.checkpoint.shard_writer import write_shard
 
 
 def write(folder: Path, *owned: list[Box]) -> Reader:
@@ -114,7 +115,7 @@ def test_a_flipped_bit_is_named_by_file_and_tensor(tmp_path: Path) -> None:
     reader, file = damaged(tmp_path)
     reader.verify()
     whole = file.read_bytes()
-    place = reader.manifest["shards"][0]["boxes"][1]["bytes"][0] + 5
+    place = reader._shards[0]["boxes"][1]["bytes"][0] + 5
     file.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
     text = r"SHA-256 differs\): .*rank_00000.safetensors, of which b\[0:24\], cannot be used; .*tag='older'"
     with pytest.raises(ValueError, match=text):
@@ -177,7 +178,10 @@ def test_a_pickle_is_never_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     [
         (lambda text: text[: len(text) // 2], "is an incomplete save: manifest.json is no whole JSON file"),
         (lambda text: text.replace("24", "25"), "is not the file that was written (SHA-256 differs)"),
-        (lambda text: text.replace('"format": 2', '"format": 3'), "is of format 3; this version reads the formats 1"),
+        (
+            lambda text: text.replace('"format": 3', '"format": 4'),
+            "1 to 3: install the version that wrote it",
+        ),
         (lambda text: "[]", "is not of ZeroMesh"),
         (lambda text: json.dumps({"shards": 3}), "is not of ZeroMesh"),
     ],
@@ -211,6 +215,6 @@ def test_without_a_manifest_there_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "run" / MANIFEST).unlink()
     with pytest.raises(FileNotFoundError, match=r"no complete checkpoint: manifest.json is missing; .*tag='older'"):
         Reader(tmp_path / "run")
-    write_json(tmp_path / "older" / MANIFEST, {})
+    (tmp_path / "older" / MANIFEST).write_text("{}")
     with pytest.raises(FileNotFoundError, match="has no other checkpoint"):
         Reader(tmp_path / "run")

@@ -163,7 +163,7 @@ def load_damaged(folder: str) -> dict[str, str]:
     return found
 
 
-SHARD = "rank_00001.safetensors"
+SHARD, PART = "rank_00001.safetensors", "rank_00001.jsonl"
 DAMAGES: dict[str, Callable[[Path], Any]] = {
     "flipped": lambda folder: flip(folder / SHARD, -100),
     "cut off": lambda folder: os.truncate(folder / SHARD, 2000),
@@ -172,6 +172,10 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "no manifest": lambda folder: (folder / "manifest.json").unlink(),
     "manifest cut off": lambda folder: os.truncate(folder / "manifest.json", 500),
     "manifest altered": lambda folder: flip(folder / "manifest.json", -90),
+    "part altered": lambda folder: flip(folder / PART, -90),
+    "part cut off": lambda folder: os.truncate(folder / PART, 300),
+    "part missing": lambda folder: (folder / PART).unlink(),
+    "part of another": lambda folder: shutil.copy(folder / "rank_00000.jsonl", folder / PART),
 }
 WORDS = {
     "flipped": ("not what was written (SHA-256 differs): ", f"{SHARD}, of which random/1[0:"),
@@ -181,6 +185,10 @@ WORDS = {
     "no manifest": ("no complete checkpoint: manifest.json is missing", ""),
     "manifest cut off": ("incomplete save: manifest.json is no whole JSON file", ""),
     "manifest altered": ("manifest.json is ", ""),
+    "part altered": (f"{PART} is not the file that was written", "SHA-256"),
+    "part cut off": (f"{PART} is not the file that was written", "SHA-256"),
+    "part missing": (f"{PART} is missing, which describes {SHARD}", ""),
+    "part of another": (f"{PART} is not the file that was written", "SHA-256"),
 }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import manifests
 from commands import call
 from compare import assert_same
 from harness import on_ranks, run_ranks
@@ -46,7 +47,7 @@ def test_a_process_that_dies_as_it_replaces_a_checkpoint_leaves_one_that_can_be_
 
 def write_manifest(folder: Path, when: int) -> None:
     folder.mkdir(parents=True)
-    folders.write_manifest(folder, {"shards": []})
+    manifests.write_manifest(folder, {"shards": []})
     os.utime(folder / folders.MANIFEST, (when, when))
 
 
@@ -144,7 +145,7 @@ def test_the_newest_checkpoint_is_that_of_the_last_step_whatever_the_clock_says(
     def write(step: int, clock: int, tag: str = "global_step{}") -> str:
         path = tmp_path / tag.format(step)
         path.mkdir()
-        folders.write_manifest(path, {"shards": [], "global_steps": step})
+        manifests.write_manifest(path, {"shards": [], "global_steps": step})
         for name in (path / folders.MANIFEST, path):
             os.utime(name, (clock, clock))
         return path.name

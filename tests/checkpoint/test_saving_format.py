@@ -1,10 +1,12 @@
 """Checkpoints that earlier versions wrote are still read.
 
-``data/format_1`` was written by the version before format 2, on two ranks, with the model, settings and updates of this
-module.
+``data/format_1`` and ``data/format_2`` were written by the last versions that wrote these formats, on two ranks, with
+the model, settings and updates of this module.
 """
 
+import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,10 @@ import zeromesh
 from harness import on_ranks
 from run import train_step
 from zeromesh.checkpoint.boxes import Reader
+from zeromesh.checkpoint.manifest import signed
 
-FOLDER = Path(__file__).parent / "data" / "format_1"
+DATA = Path(__file__).parent / "data"
+FOLDER = DATA / "format_1"
 
 
 class Tiny(nn.Module):
@@ -57,13 +61,15 @@ def write_again() -> None:  # how the files were made, by the version before for
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize(("ranks", "row"), [(1, 0), (2, 3), (3, 1)])
+@pytest.mark.parametrize("number", [2, 1])
 @on_ranks("ranks")
-def test_a_checkpoint_of_format_1_goes_on(ranks: int, row: int) -> None:
+def test_a_checkpoint_of_a_former_format_goes_on(number: int, ranks: int, row: int) -> None:
+    folder = DATA / f"format_{number}"
     straight, *_ = zeromesh.initialize(model=build(), config=settings(row))
     losses = [update(straight, step) for step in range(4)]
     engine, *_ = zeromesh.initialize(model=build(), config=settings(row))
-    path, client = engine.load_checkpoint(FOLDER)
-    assert path == str(FOLDER / "global_step2")
+    path, client = engine.load_checkpoint(folder)
+    assert path == str(folder / "global_step2")
     assert client == {"seen": (1, 2)}
     assert engine.global_steps == 2
     if engine.mesh.rank < 2:
@@ -90,3 +96,23 @@ def test_a_reader_knows_the_dtypes_of_format_1_and_finds_damage(tmp_path: Path) 
     reader.verify(0, 2)
     with pytest.raises(ValueError, match=r"rank_00001.safetensors, of which parameter/.* cannot be used"):
         reader.verify(1, 2)
+
+
+def test_a_manifest_of_format_2_that_was_altered_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "format_2" / "global_step2", tmp_path / "tag")
+    path = tmp_path / "tag" / "manifest.json"
+    content = json.loads(path.read_text())
+    Reader(path.parent).verify()
+    del content["sha256"]
+    for file, problem in (
+        ("../rank_00000.safetensors", "is not in the checkpoint's own folder"),
+        (str(tmp_path / "tag" / "rank_00000.safetensors"), "is not in the checkpoint's own folder"),
+        ("rank_00001.safetensors", "names the file 'rank_00001.safetensors' twice"),
+    ):
+        content["shards"][0]["file"] = file
+        path.write_text(json.dumps(signed(content)))
+        with pytest.raises(ValueError, match=problem):
+            Reader(path.parent)
+    path.write_text(path.read_text().replace("[5, 3]", "[5, 4]", 1).replace("global_steps", "steps", 1))
+    with pytest.raises(ValueError, match="SHA-256 differs"):
+        Reader(path.parent)

@@ -22,7 +22,7 @@ from compare import assert_same
 from harness import on_ranks, run_ranks
 from runs import config, seed_everything, start, train
 from zeromesh.base.worker import Worker
-from zeromesh.checkpoint import boxes
+from zeromesh.checkpoint import boxes, shard_writer
 from zeromesh.checkpoint import checkpoint_folder as folders
 from zeromesh.checkpoint.copies import background
 from zeromesh.checkpoint.copies.memory_files import Exchange, Kept
@@ -62,13 +62,13 @@ def interrupted(wait: Callable[[], object]) -> None:
 @contextmanager
 def held_in_the_middle() -> Iterator[Event]:
     """Let saves wait, when they have written a box, for an event, which is set in the end."""
-    gate, write = Event(), boxes.ShardWriter.write
+    gate, write = Event(), shard_writer.ShardWriter.write
 
-    def write_and_wait(writer: boxes.ShardWriter, box: boxes.Box) -> None:
+    def write_and_wait(writer: shard_writer.ShardWriter, box: boxes.Box) -> None:
         write(writer, box)
         gate.wait()
 
-    with patch.object(boxes.ShardWriter, "write", write_and_wait):
+    with patch.object(shard_writer.ShardWriter, "write", write_and_wait):
         try:
             yield gate
         finally:
@@ -146,7 +146,7 @@ def test_copies_that_are_being_sent_are_waited_for_after_ctrl_c(tmp_path: Path) 
 # Disks that fail.
 
 
-FINISH = boxes.ShardWriter.finish
+FINISH = shard_writer.ShardWriter.finish
 
 
 def failing(number: int) -> Callable[..., Any]:
@@ -161,13 +161,13 @@ def break_the_disk(engine: zeromesh.Engine, root: Path, number: int) -> None:
     last = engine.mesh.rank == engine.mesh.world_size - 1
     with ExitStack() as broken:
 
-        def fail_from_here(writer: boxes.ShardWriter) -> Any:
+        def fail_from_here(writer: shard_writer.ShardWriter) -> Any:
             for place, name in ((os, "fsync"), (Path, "write_text"), (Path, "open"), (Path, "unlink")):
                 broken.enter_context(patch.object(place, name, failing(number)))
             return FINISH(writer)
 
         if last:
-            broken.enter_context(patch.object(boxes.ShardWriter, "finish", fail_from_here))
+            broken.enter_context(patch.object(shard_writer.ShardWriter, "finish", fail_from_here))
         engine.save_checkpoint(root)
         if last:
             engine._state.background._thread.join()

@@ -14,8 +14,8 @@ from compare import assert_same
 from harness import on_ranks, run_ranks
 from run import train_step
 from runs import config, everything, start, train
-from zeromesh.checkpoint.checkpoint_folder import write_manifest
 from zeromesh.checkpoint.contents import scheduler_name
+from zeromesh.checkpoint.manifest import signed
 from zeromesh.checkpoint.optimizer_states import state_number
 
 # Optimizers and parameters of other shapes.
@@ -261,7 +261,7 @@ def test_the_state_of_another_scheduler_is_refused_with_both_names(tmp_path: Pat
     del manifest["scheduler_type"], manifest["sha256"]
     engine.mesh.group("world").exchange(torch.zeros(1))
     if engine.mesh.rank == 0:
-        write_manifest(path, manifest)
+        (path / "manifest.json").write_text(json.dumps(signed(manifest)))
     engine.mesh.group("world").exchange(torch.zeros(1))
     engine.load_checkpoint(folder, tag="former")
     with pytest.raises(

@@ -116,7 +116,9 @@ def assert_same_run(first: Reader, second: Reader) -> None:
     for name in names:
         assert torch.equal(first.tensor(name), second.tensor(name)), name
         assert first.dtype(name) is second.dtype(name)
-    layout = {"written", "world_size", "mesh", "placement", "shards"}
+    for reader in (first, second):
+        reader.open_all()
+    layout = {"written", "world_size", "mesh", "placement", "shards", "strides"}
     got, wanted = ({k: v for k, v in reader.manifest.items() if k not in layout} for reader in (second, first))
     assert got == wanted
     assert wanted["data"]["samples"] == BEFORE * GLOBAL_BATCH

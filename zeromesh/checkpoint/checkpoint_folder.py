@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import shutil
@@ -15,7 +14,8 @@ from typing import Any
 from zeromesh.base.files import DRAFT as DRAFT
 from zeromesh.base.files import inside, is_inside, read_text, write_text
 from zeromesh.base.lock import FolderInUse, locked
-from zeromesh.checkpoint.manifest import MANIFEST, read_manifest, require_files, signed
+from zeromesh.checkpoint.manifest import MANIFEST, read_manifest
+from zeromesh.checkpoint.rank_manifests import require_all_files, write_index
 
 _log = logging.getLogger(__name__)
 
@@ -25,11 +25,6 @@ LATEST = "latest"
 # Ends of folder names that are no checkpoints: being written, being replaced, being deleted.
 OLD = ".old"
 GONE = f".gone{DRAFT}"
-
-
-def write_manifest(folder: Path, content: dict[str, Any]) -> None:
-    """Write and flush the manifest of a checkpoint, with a hash of itself; it appears whole or not at all."""
-    write_json(folder / MANIFEST, signed(content))
 
 
 def is_readable(folder: Path) -> bool:
@@ -44,7 +39,7 @@ def _is_whole(folder: Path) -> bool:
     """Return whether all its files are there, too, and none is cut off."""
     # No hash is compared, which would take long.
     try:
-        require_files(folder, read_manifest(folder))
+        require_all_files(folder, read_manifest(folder))
     except (OSError, ValueError, LookupError, TypeError):  # manifests of format 1 have no hash, and may hold anything
         return False
     return True
@@ -66,11 +61,6 @@ def another_offered(folder: Path) -> Iterator[None]:
             )
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
         raise kind(f"{error}; {remedy}") from error.__cause__
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write and flush a JSON file; it appears whole or not at all."""
-    write_text(path, json.dumps(value, indent=1))
 
 
 def write_latest(folder: Path, tag: str) -> None:
@@ -111,12 +101,12 @@ class Draft:
                 "checkpoint.keep_last, or save to another folder",
             )
 
-    def finish(self, manifest: dict[str, Any], is_latest: bool = True, most: int | None = None) -> None:
-        """Write the manifest, and give the checkpoint its name; an earlier one of that name goes away.
+    def finish(self, state: dict[str, Any], ranks: int, is_latest: bool = True, most: int | None = None) -> None:
+        """Write the manifest of all ``ranks``, and give the checkpoint its name; an earlier one of it goes away.
 
         Afterwards, so that at no time there are fewer, all but the last ``most`` of the latest go away, too.
         """
-        write_manifest(self.path, manifest)
+        write_index(self.path, state, ranks)
         commit(self.path, self.final)
         if is_latest:
             write_latest(self._folder, self._tag)
@@ -161,7 +151,7 @@ def require_free(final: Path) -> None:
 
 def _is_ours(path: Path) -> bool:
     final = Path(path.name.removesuffix(DRAFT))  # a process may end before it has given a file its name
-    named = final.name.startswith("rank_") and final.suffix in (".safetensors", ".json")
+    named = final.name.startswith("rank_") and final.suffix in (".safetensors", ".jsonl", ".json")
     return path.is_file() and (named or final.name.startswith(MANIFEST))
 
 

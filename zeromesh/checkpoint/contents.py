@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from zeromesh.base.loader import Loader, Position
 
 
-NAMED = ("scalars", "members", "parameters", "tied", "extra")  # entries of the manifest by names of the model
-
 MEMBERS = ("params", "param_names")  # entries of a parameter group that are no options
 
 FROZEN_LEFT_OUT = "frozen_left_out"  # entry of the manifest: the checkpoint has no parameters that are not trained

@@ -20,7 +20,6 @@ from zeromesh.checkpoint.boxes import Reader
 from zeromesh.checkpoint.checkpoint_folder import is_readable, latest, locate
 from zeromesh.checkpoint.contents import (
     FROZEN_LEFT_OUT,
-    NAMED,
     RunState,
     buffers,
     extra_modules,
@@ -34,13 +33,15 @@ from zeromesh.checkpoint.contents import (
     tied,
 )
 from zeromesh.checkpoint.formats.detect_format import foreign
-from zeromesh.checkpoint.manifest import ANOTHER, as_written, require_run
+from zeromesh.checkpoint.manifest import ANOTHER, BY_PARAMETER, OF_STAGES, as_written, require_run
 from zeromesh.checkpoint.optimizer_states import (
     load_optimizer,
     load_options,
     load_rows,
     read_held,
+    require_held,
     require_same_optimizer,
+    require_states,
     set_learning_rates,
 )
 from zeromesh.checkpoint.packing import is_like, unpack
@@ -125,8 +126,10 @@ def load(engine: RunState, folder: Path, tag: str | None, parts: Taken) -> tuple
                 f"{counted(mesh.world_size, 'rank')} now take {now}; set {TRAIN} to {saved}, so that the "
                 "number of ranks does not change it"
             )
+        _require_values(sharded, reader, parts.load_model is None)
         if optimizer is not None:
             require_same_optimizer(sharded, optimizer, reader)
+            require_states(sharded, reader)
         if scheduler_states:
             _require_same_scheduler(engine, reader)
         if loader is not None:
@@ -274,6 +277,22 @@ def _require_same_model(engine: RunState, reader: Reader, wanted: Shapes, strict
         raise ValueError(f"{reader.folder} is of another model:\n{text}{hint}")
 
 
+def _require_values(sharded: ShardedModel, reader: Reader, plainly: bool) -> None:
+    """Have the manifests of what this rank loads of parameters and buffers; raise ValueError for elements they lack."""
+    if not plainly:  # every rank reads whole tensors
+        reader.open_all()
+    for flat in sharded.flats:
+        place = flat.own if flat.layout.trainable else flat.shard_range if flat.sharded else slice(0, flat.layout.size)
+        for index, start, stop in flat.layout.owned(place.start, place.stop):
+            segment = flat.layout.segments[index]
+            name = f"parameter/{segment.name}"
+            if name in reader.names:
+                require_held(reader, name, segment.held, start - segment.start, stop - segment.start)
+    for name in (f"buffer/{name}" for name, _ in buffers(sharded)):
+        if name in reader.names:
+            reader.require(name, 0, prod(reader.shape(name)))
+
+
 def _require_same_scales(sharded: ShardedModel, reader: Reader) -> None:
     """Raise ValueError for saved weights that were quantized with other scales than the model has."""
     saved = reader.manifest.get("parameters", {})
@@ -327,9 +346,10 @@ def _rename(sharded: ShardedModel, reader: Reader, names: set[str]) -> None:
         name: name.rpartition("/") for name in reader.names if name.startswith(("param", "buffer/", "optimizer/"))
     }
     reader.rename(
-        {name: f"{kind}/{model_name(bare)}" for name, (kind, _, bare) in places.items() if model_name(bare) != bare}
+        {name: f"{kind}/{model_name(bare)}" for name, (kind, _, bare) in places.items() if model_name(bare) != bare},
+        model_name,
     )
-    for key in NAMED:
+    for key in BY_PARAMETER + OF_STAGES:
         if key in reader.manifest:
             part = {model_name(name): value for name, value in reader.manifest[key].items()}
             reader.manifest[key] = {n: model_name(owner) for n, owner in part.items()} if key == "tied" else part

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
 from math import prod
@@ -27,11 +27,13 @@ from zeromesh.base.files import (
     read_text,
     record_type,
 )
+from zeromesh.base.version import VERSION
 from zeromesh.base.words import some
 
-# Format of manifests that are written; format 1 is read, too. It rises when a version of this code that reads the
-# present one would read a new manifest wrongly. A new key that may be missing does not raise it.
-FORMAT = 2
+# Format of manifests that are written; formats 1 and 2, in which one file has the boxes of all ranks, are read, too. It
+# rises when a version of this code that reads the present one would read a new manifest wrongly. A new key that may be
+# missing does not raise it.
+FORMAT = 3
 
 MANIFEST = "manifest.json"
 
@@ -90,7 +92,7 @@ def _states(states: dict[str, Any]) -> dict[str, Any]:
 _BOX = record_type({
     "key": str, "name": str, "dtype": Annotated[str, AfterValidator(_stored_dtype)], "shape": list[Count],
     "offsets": NotRequired[list[Count]], "sizes": NotRequired[list[Count]], "start": Count, "stop": Count,
-    "bytes": Annotated[list[Count], Field(min_length=2, max_length=2)], "sha256": NotRequired[str],
+    "bytes": Annotated[list[Count], Field(min_length=2, max_length=2)], "sha256": NotRequired[str | list[str]],
 })  # fmt: skip
 _SHARD = record_type({"file": str, "boxes": ListOf[_BOX], "header": NotRequired[str], "sha256": NotRequired[str]})
 _SCALE = {"scale": Annotated[float, Field(gt=0, allow_inf_nan=False)], "hysteresis": Count, "good_steps": Count}
@@ -103,7 +105,6 @@ _ANY = dict[str, Any]
 
 _FIELDS: dict[str, Any] = {
     "zeromesh": str, "imported": str, "written": str,
-    "shards": ListOf[_SHARD],
     "parameters": DictOf[str, record_type({"dtype": Annotated[str, AfterValidator(_dtype)], "trainable": bool})],
     "frozen_left_out": bool,
     "tied": dict[str, str],
@@ -126,7 +127,32 @@ _FIELDS: dict[str, Any] = {
 }  # fmt: skip
 """Entries of manifests, and their types."""
 
-_FORM: Form = TypeAdapter(record_type({name: NotRequired[kind] for name, kind in _FIELDS.items()}))
+BY_PARAMETER = ("scalars", "members")
+"""Entries of a rank's manifest: what it knows of the parameters that it updates."""
+
+OF_STAGES = ("parameters", "tied", "extra")
+"""Entries of which the first rank of each pipeline stage has those of its stage."""
+
+_AREA = record_type(
+    dict.fromkeys(("offsets", "sizes"), NotRequired[list[Count]])
+    | dict.fromkeys(("rank", "first", "stop", "last", "start"), NotRequired[Count])
+)
+_TENSOR = record_type(
+    {"dtype": Annotated[str, AfterValidator(_stored_dtype)], "shape": list[Count], "areas": ListOf[_AREA]}
+)
+_INDEX = {
+    "shards": ListOf[record_type({"sha256": str, "bytes": Count})],
+    "strides": list[Annotated[list[Annotated[int, Field(gt=0)]], Field(min_length=2, max_length=2)]],
+    "tensors": DictOf[str, _TENSOR],
+}
+
+
+def _form(fields: dict[str, Any]) -> Form:
+    return TypeAdapter(record_type({name: NotRequired[kind] for name, kind in fields.items()}))
+
+
+_FORMS = {FORMAT: _form(_FIELDS | _INDEX)} | dict.fromkeys((1, 2), _form(_FIELDS | {"shards": ListOf[_SHARD]}))
+PART_FORM = _form({key: _FIELDS[key] for key in BY_PARAMETER} | {"shard": _SHARD})
 
 _OF_A_RUN = (
     "global_steps", "micro_steps", "skipped_steps", "loss_scaler", "scheduler", "optimizer", "groups", "scalars",
@@ -181,17 +207,41 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{folder} is an incomplete save: {MANIFEST} is no whole JSON file ({error})") from None
     ours = isinstance(manifest, dict) and isinstance(manifest.get("shards"), list)
-    if not ours or manifest.get("format") not in (1, FORMAT):
-        origin = f"of format {manifest['format']!r}" if ours and "format" in manifest else "not of ZeroMesh"
-        raise ValueError(f"{path} is {origin}; this version reads the formats 1 and {FORMAT}")
-    if manifest["format"] == 1:
+    number = manifest.get("format") if ours else None
+    if not isinstance(number, int) or number not in _FORMS:
+        reads = f"this version, {VERSION}, reads the formats 1 to {FORMAT}"
+        if not ours or "format" not in manifest:
+            raise ValueError(f"{path} is not of ZeroMesh; {reads}")
+        writer = f"{manifest.get('zeromesh', 'a later version')!s:.40}"
+        raise ValueError(
+            f"{path} is of format {number!r}; {reads}: install the version that wrote it, {writer}, or a later one"
+        )
+    if number == 1:
         _find_bytes(manifest, folder)
-    elif manifest.pop("sha256", None) != hash_of(manifest):
+    elif (digest := manifest.pop("sha256", None)) != hash_of(manifest):
         raise ValueError(f"{path} is not the file that was written (SHA-256 differs)")
-    require_form(_FORM, manifest, path)
-    if any(number >= len(manifest.get("groups", ())) for number in manifest.get("members", {}).values()):
+    require_form(_FORMS[number], manifest, path)
+    require_groups(path, manifest, manifest)
+    if number == FORMAT:
+        return {"tensors": {}, **manifest, "sha256": digest}
+    for shard in manifest["shards"]:
+        require_sound(path, shard)
+    for file, count in Counter(shard["file"] for shard in manifest["shards"]).items():
+        if count > 1:
+            raise ValueError(f"{path} names the file {file!r} twice; {ANOTHER}")
+    return {"sha256": hash_of(manifest), **manifest, "tensors": _tensors(manifest)}
+
+
+def _tensors(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Return what an index has of tensors, without areas, from the boxes of all ranks."""
+    boxes = (box for shard in manifest["shards"] for box in shard["boxes"])
+    return {box["name"]: {"dtype": box["dtype"], "shape": box["shape"], "areas": []} for box in boxes}
+
+
+def require_groups(path: Path, named: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
+    """Raise ValueError if parameters are members of groups that a manifest does not have."""
+    if any(number >= len(manifest.get("groups", ())) for number in named.get("members", {}).values()):
         raise ValueError(f"{path} has members of a parameter group that it does not have; {ANOTHER}")
-    return dict(manifest)
 
 
 def require_run(folder: Path, manifest: dict[str, Any]) -> None:
@@ -205,22 +255,24 @@ def hash_of(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def require_sound(folder: Path, manifest: dict[str, Any]) -> None:
-    """Raise ValueError if a file lies elsewhere, or the numbers of a box contradict each other."""
-    # The hash says that the manifest is as it was written, and not who wrote it.
-    for file, count in Counter(shard["file"] for shard in manifest["shards"]).items():
-        if not is_inside(folder, file) or Path(file).name != file or count > 1:
-            raise ValueError(
-                f"{folder / MANIFEST} names the file {file!r}, which is not in the checkpoint's own folder, or is "
-                f"there twice; {ANOTHER}"
-            )
-    for box in (box for shard in manifest["shards"] for box in shard["boxes"]):
-        if problem := _contradiction(box):
-            raise ValueError(f"{folder / MANIFEST} describes a box that cannot be: {box['name']} {problem}; {ANOTHER}")
+def require_sound(path: Path, shard: dict[str, Any], index: Mapping[str, Any] | None = None) -> None:
+    """Raise ValueError if a file lies elsewhere, or the numbers of a box contradict each other or the index."""
+    # The hash says that the manifest at ``path`` is as it was written, and not who wrote it.
+    file, end = shard["file"], 0
+    if not is_inside(path.parent, file) or Path(file).name != file:
+        raise ValueError(f"{path} names the file {file!r}, which is not in the checkpoint's own folder; {ANOTHER}")
+    for box in shard["boxes"]:
+        facts = {} if index is None else index["tensors"].get(box["name"], {"shape": None})
+        if problem := _contradiction(box, facts):
+            raise ValueError(f"{path} describes a box that cannot be: {box['name']} {problem}; {ANOTHER}")
+    for box in sorted(shard["boxes"], key=lambda box: list(box["bytes"])):
+        if box["bytes"][0] < end:
+            raise ValueError(f"{path} gives {box['key']} bytes of another box; {ANOTHER}")
+        end = box["bytes"][1]
 
 
-def _contradiction(box: dict[str, Any]) -> str:
-    """Return what of a box cannot be, "" if nothing."""
+def _contradiction(box: dict[str, Any], facts: Mapping[str, Any]) -> str:
+    """Return what of a box cannot be, also by the ``facts`` of its tensor; "" if nothing."""
     (offsets, sizes), shape, (begin, end) = area_of(box), box["shape"], box["bytes"]
     count, size = box["stop"] - box["start"], getattr(torch, box["dtype"]).itemsize
     places = zip(offsets, sizes, shape, strict=False)
@@ -232,14 +284,14 @@ def _contradiction(box: dict[str, Any]) -> str:
         return f"has {end - begin} bytes for its elements of {box['dtype']}"
     if box["name"].startswith("optimizer") and box["name"].count("/") < 2:
         return "names no state of a parameter"
+    if any(box[key] != facts[key] for key in ("shape", "dtype") if key in facts):
+        return f"has another shape or dtype than in {MANIFEST}"
     return ""
 
 
-def require_files(folder: Path, manifest: dict[str, Any]) -> None:
-    """Raise FileNotFoundError if a file is missing, ValueError if one is cut off or no box has some elements."""
-    # Nothing of the files is read.
-    _require_all_elements(folder, manifest)
-    for shard in manifest["shards"]:
+def require_files(folder: Path, shards: Iterable[dict[str, Any]]) -> None:
+    """Raise FileNotFoundError if a file is missing, ValueError if one is cut off. Nothing of it is read."""
+    for shard in shards:
         path, boxes = folder / shard["file"], shard["boxes"]
         _require_file(path, shard)
         size, wanted = path.stat().st_size, max((box["bytes"][1] for box in boxes), default=0)
@@ -248,16 +300,12 @@ def require_files(folder: Path, manifest: dict[str, Any]) -> None:
             raise ValueError(f"{path} is cut off after {size:,} of {wanted:,} bytes, and lacks {lost}")
 
 
-def _require_all_elements(folder: Path, manifest: dict[str, Any]) -> None:
-    """Raise ValueError unless the boxes of each tensor are all of it, once, and have bytes of their own."""
+def require_all_elements(folder: Path, shards: Iterable[dict[str, Any]]) -> None:
+    """Raise ValueError unless the boxes of each tensor, of all files, are all of it, once."""
     of_tensors: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for shard in manifest["shards"]:
-        at = 0
-        for box in sorted(shard["boxes"], key=lambda box: list(box["bytes"])):
+    for shard in shards:
+        for box in shard["boxes"]:
             of_tensors[box["name"]].append(box)
-            if box["bytes"][0] < at:
-                raise ValueError(f"{folder / MANIFEST} gives {box['key']} bytes of another box; {ANOTHER}")
-            at = box["bytes"][1]
     for name, boxes in of_tensors.items():
         shape, dtype = boxes[0]["shape"], boxes[0]["dtype"]
         if any(box["shape"] != shape or box["dtype"] != dtype for box in boxes):

@@ -151,15 +151,30 @@ def load_rows(sharded: ShardedModel, window: StateWindow, reader: Reader) -> Non
 def _read_state(reader: Reader, name: str, piece: Piece) -> torch.Tensor:
     """Return a state in its parameter's shape; or in its own, whole, if it was written so."""
     parameter, shape, dtype = piece.parameter, reader.shape(name), reader.dtype(name)
-    like = shape == piece.shape
-    start, stop = (piece.start, piece.stop) if like else (0, torch.Size(shape).numel())
-    if _by_row(piece, shape):
-        start, stop = piece.start // piece.shape[1], piece.stop // piece.shape[1]
+    held_part, start, stop = _state_place(piece, shape)
     # The run's own precision: a checkpoint may be of masters in another one.
     dtype = parameter.dtype if dtype.is_floating_point else dtype
     state = torch.empty(stop - start, dtype=dtype, device=parameter.device)
-    read_held(reader, name, piece.held if like else Held(shape), start, stop, state)
-    return state.view(parameter.shape if like else state.shape if piece.by_row else shape)
+    read_held(reader, name, held_part, start, stop, state)
+    return state.view(parameter.shape if shape == piece.shape else state.shape if piece.by_row else shape)
+
+
+def _state_place(piece: Piece, shape: tuple[int, ...]) -> tuple[Held, int, int]:
+    """Return which elements of a state of a shape belong to a piece, and of what."""
+    if shape == piece.shape:
+        return piece.held, piece.start, piece.stop
+    if _by_row(piece, shape):
+        return Held(shape), piece.start // piece.shape[1], piece.stop // piece.shape[1]
+    return Held(shape), 0, torch.Size(shape).numel()
+
+
+def require_states(sharded: ShardedModel, reader: Reader) -> None:
+    """Have the manifests of the states of the pieces that this rank updates; raise ValueError for what they lack."""
+    keys = _state_keys(reader)
+    for _, piece in pieces(sharded):
+        for name in (f"optimizer/{key}/{piece.name}" for key in keys):
+            if {name, f"parameter/{piece.name}"} <= reader.names:
+                require_held(reader, name, *_state_place(piece, reader.shape(name)))
 
 
 def read_held(reader: Reader, name: str, held_part: Held, start: int, stop: int, out: torch.Tensor) -> None:
@@ -174,6 +189,16 @@ def read_held(reader: Reader, name: str, held_part: Held, start: int, stop: int,
         return values
 
     out.copy_(held_part.read(read, start, stop))
+
+
+def require_held(reader: Reader, name: str, held_part: Held, start: int, stop: int) -> None:
+    """Raise ValueError unless ``read_held`` can read these elements; see ``Reader.require``."""
+
+    def require(first: int, last: int) -> torch.Tensor:
+        reader.require(name, first, last)
+        return torch.empty(last - first, device="meta")
+
+    held_part.read(require, start, stop)
 
 
 def state_number(key: str, saved: Any, parameter: torch.Tensor, group: dict[str, Any]) -> Any:

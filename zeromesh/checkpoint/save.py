@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -13,13 +12,12 @@ from typing import Any
 
 import torch
 
-from zeromesh.base.files import LARGEST_RECORD, read_text
+from zeromesh.base.axes import AXES
 from zeromesh.base.version import VERSION
-from zeromesh.checkpoint.boxes import Box, ShardWriter
-from zeromesh.checkpoint.checkpoint_folder import Draft, require_free, require_tag, write_json
+from zeromesh.checkpoint.boxes import Box
+from zeromesh.checkpoint.checkpoint_folder import Draft, require_free, require_tag
 from zeromesh.checkpoint.contents import (
     FROZEN_LEFT_OUT,
-    NAMED,
     RunState,
     boxes,
     extra_state,
@@ -34,7 +32,10 @@ from zeromesh.checkpoint.contents import (
 )
 from zeromesh.checkpoint.copies.background import WHAT, BackgroundSaves, Failures, explained, wait_for_ranks
 from zeromesh.checkpoint.packing import pack
+from zeromesh.checkpoint.rank_manifests import write_part
+from zeromesh.checkpoint.shard_writer import ShardWriter
 from zeromesh.comm.agreement import agree_run, catch, require_agreement
+from zeromesh.comm.mesh import Mesh
 
 MANIFEST_BYTES = 400  # estimated bytes of the manifest for each box
 
@@ -98,8 +99,11 @@ def save(
         return _Part(draft, rank, world.size, writer, copies, numbers(engine), state)
 
     def finish(part: _Part) -> None:
-        manifest = part.state | merged(_taken(draft.path, world.size))
-        draft.finish(manifest, save_latest, engine.config.checkpoint.keep_last)
+        if (seen := len([*draft.path.glob("rank_*.jsonl")])) != world.size:
+            raise OSError(
+                f"the first rank sees the files of {seen} of {world.size} ranks in {draft.path}; {ONE_FOLDER}"
+            )
+        draft.finish(part.state, world.size, save_latest, engine.config.checkpoint.keep_last)
 
     agree_run(world, WHAT, collect)
     # Ranks share the disk, so that the sum of what they write has to fit.
@@ -142,7 +146,7 @@ class _Part:
             entry = self.writer.finish()
         finally:
             self.writer.close()
-        write_json(self.draft.path / f"rank_{self.rank:05d}.json", {"shard": entry} | self.numbers)
+        write_part(self.draft.path, self.rank, entry, self.numbers)
         return self
 
     def write_beside(self, finish: Callable[[_Part], None], failures: Failures) -> None:
@@ -168,28 +172,6 @@ class _Part:
             raise failure
 
 
-def _taken(draft: Path, ranks: int) -> list[dict[str, Any]]:
-    """Return the ranks' descriptions of their shards, by rank; their files are deleted."""
-    parts = []
-    for path in sorted(draft.glob("rank_*.json")):
-        parts.append(json.loads(read_text(path, most=LARGEST_RECORD)))
-        path.unlink()
-    if len(parts) != ranks:
-        raise OSError(f"the first rank sees the files of {len(parts)} of {ranks} ranks in {draft}; {ONE_FOLDER}")
-    return parts
-
-
-def merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the part of the manifest that all ranks describe together."""
-    shards: list[Any] = []
-    entries_by_key: dict[str, dict[str, Any]] = {key: {} for key in NAMED}
-    for part in parts:
-        shards.append(part["shard"])
-        for key, entries in entries_by_key.items():
-            entries |= part.get(key, {}) | entries  # the first stage that has a name counts
-    return {"shards": shards, **entries_by_key}
-
-
 def pack_client_state(client_state: Mapping[str, Any]) -> tuple[dict[str, Any], list[Box]]:
     """Return the user's values as JSON, and their tensors; raise TypeError for what cannot be kept."""
     apart: dict[str, torch.Tensor] = {}
@@ -205,7 +187,17 @@ def numbers(engine: RunState) -> dict[str, Any]:
         names = {name: plain(owner) for name, owner in tied(engine.sharded).items()}
         facts |= {"parameters": parameters(engine.sharded), "tied": names}
     named = {key: {plain(name): value for name, value in part.items()} for key, part in facts.items()}
-    return named | {"extra": extra_state(engine.sharded)[0]}
+    return named | {"extra": extra_state(engine.sharded)[0]} | _place(engine.mesh)
+
+
+def _place(mesh: Mesh) -> dict[str, Any]:
+    """Return which share of each tensor this rank has, and on which ranks the other ones are."""
+    strides, ranks = [], 1
+    for axis in reversed([*AXES]):
+        if AXES[axis].shards and mesh.sizes[axis] > 1:
+            strides.append([mesh.sizes[axis], ranks])
+        ranks *= mesh.sizes[axis]
+    return {"share": mesh.shard.rank, "strides": strides}
 
 
 def _scheduler_state(engine: RunState) -> Any:

@@ -27,6 +27,7 @@ from zeromesh.base.placement import Tier
 from zeromesh.base.worker import Worker
 from zeromesh.checkpoint.boxes import Box
 from zeromesh.checkpoint.checkpoint_folder import DRAFT
+from zeromesh.checkpoint.rank_manifests import part_file, shard_file
 from zeromesh.comm.agreement import agree_success
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
@@ -38,6 +39,8 @@ _log = logging.getLogger("zeromesh")
 # Seconds in which another rank's files do not grow, after which it counts as gone. Flushing a file to a slow disk
 # takes a part of it.
 QUIET = 300.0
+
+MOST_ASKED = 16  # ranks that are still writing of whose files the sizes are asked for
 
 ALIGNMENT = 64  # bytes; every dtype may begin at a multiple of it
 
@@ -230,17 +233,20 @@ def wait_for_ranks(draft: Path, ranks: int, failures: Failures) -> None:
         SaveFailed: a rank could not write its part, or none of the missing ones has written for ``QUIET`` seconds.
     """
     failed: dict[int, str] = {}
-    missing = list(range(ranks))
-    size, since, pause = -1, time.monotonic(), 0.01
-    while missing := [rank for rank in missing if not _description(draft, rank).is_file()]:
+    missing, before = list(range(ranks)), (-1, -1)
+    since, pause = time.monotonic(), 0.01
+    while True:
+        # One listing, and the sizes of a few files: for large runs, whose file server should not be asked of each rank.
+        names = {*os.listdir(draft)}
+        missing = [rank for rank in missing if part_file(rank) not in names]
         failed |= failures.among(missing)
-        if not (missing := [rank for rank in missing if rank not in failed]):
+        missing = [rank for rank in missing if rank not in failed]
+        if not missing:
             break
-        if not draft.is_dir():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(draft))
-        grown = sum(path.stat().st_size for path in draft.glob("rank_*.safetensors"))
-        if grown != size:
-            size, since = grown, time.monotonic()
+        files = [draft / name for name in map(shard_file, missing[:MOST_ASKED]) if name in names]
+        now = len(missing), sum(path.stat().st_size for path in files)
+        if now != before:
+            before, since = now, time.monotonic()
         elif time.monotonic() - since > QUIET:
             raise SaveFailed(
                 errno.ETIMEDOUT,
@@ -248,13 +254,9 @@ def wait_for_ranks(draft: Path, ranks: int, failures: Failures) -> None:
                 f"nothing to it for {QUIET:.0f} s; see whether the rank is alive, and its disk",
             )
         time.sleep(pause)
-        pause = min(1.0, 1.5 * pause)  # for large runs, whose file server should not be asked all the time
+        pause = min(1.0, 1.5 * pause)
     for rank in sorted(failed):
         raise SaveFailed(errno.EIO, f"rank {rank} could not {WHAT}: {failed[rank]}")
-
-
-def _description(draft: Path, rank: int) -> Path:
-    return draft / f"rank_{rank:05d}.json"
 
 
 def _padded(nbytes: int) -> int:

@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from zeromesh.base.files import write_text
 from zeromesh.base.lock import FolderInUse, locked
-from zeromesh.checkpoint.boxes import ShardLayout, shard_file
-from zeromesh.checkpoint.checkpoint_folder import latest, locate, step_of, write_manifest
+from zeromesh.checkpoint.checkpoint_folder import latest, locate, step_of
 from zeromesh.checkpoint.contents import RunState, boxes
 from zeromesh.checkpoint.copies.memory_files import (
     Exchange,
@@ -37,7 +36,9 @@ from zeromesh.checkpoint.copies.memory_files import (
     user,
 )
 from zeromesh.checkpoint.manifest import MANIFEST, read_manifest
-from zeromesh.checkpoint.save import merged, numbers, pack_client_state, run_state
+from zeromesh.checkpoint.rank_manifests import shard_file, write_manifests
+from zeromesh.checkpoint.save import numbers, pack_client_state, run_state
+from zeromesh.checkpoint.shard_writer import ShardLayout
 from zeromesh.comm.agreement import agree_run, catch, texts
 from zeromesh.comm.mesh import Mesh
 from zeromesh.comm.peers import named
@@ -155,7 +156,7 @@ class MemoryCopies:
         for box in boxes(engine, of_client=tensors):
             begin, end = layout.place(box)
             data[begin:end].view(box.dtype).copy_(box.data(), non_blocking=True)
-            layout.add(box, (begin, end), None)
+            layout.add(box, (begin, end), [])
         words = {
             "life": self._life,
             "sequence": self._sequence + 1,
@@ -376,10 +377,10 @@ def _newest(on_node: list[list[list[Any]]]) -> _Copy | None:
 
 
 def _put_together(run_copies: Kept, copy: _Copy) -> None:
-    """Write the manifest of a copy, so that it is read as a checkpoint."""
+    """Write the manifests of a copy, so that it is read as a checkpoint."""
     slot = run_copies.slot(copy.sequence)
     parts = [json.loads(description(slot, rank).read_text(encoding="utf-8")) for rank in range(copy.ranks)]
-    write_manifest(slot, parts[0]["state"] | merged(parts))
+    write_manifests(slot, parts[0]["state"], parts)
 
 
 def _steps_on_disk(folder: Path) -> int:

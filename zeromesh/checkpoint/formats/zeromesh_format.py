@@ -15,12 +15,14 @@ from typing import Any
 import torch
 
 from zeromesh.base.version import VERSION
-from zeromesh.checkpoint.boxes import Box, Reader, write_shard
+from zeromesh.checkpoint.boxes import Box, Reader
 from zeromesh.checkpoint.checkpoint_folder import Draft, require_free
 from zeromesh.checkpoint.contents import options
 from zeromesh.checkpoint.formats.form import Contents, plain_number
-from zeromesh.checkpoint.manifest import MANIFEST, dtype_name, require_run
+from zeromesh.checkpoint.manifest import BY_PARAMETER, MANIFEST, OF_STAGES, dtype_name, require_run
 from zeromesh.checkpoint.packing import StoredTensors, pack, unpack
+from zeromesh.checkpoint.rank_manifests import write_part
+from zeromesh.checkpoint.shard_writer import write_shard
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +85,9 @@ def write(contents: Contents, folder: Path, advance: Callable[[int], None]) -> P
         try:
             draft.begin(sum(box.nbytes for box in boxes))
             shard = write_shard(draft.path, 0, boxes, advance)
-            draft.finish(_manifest(contents, client) | {"shards": [shard], "extra": extra})
+            state = _manifest(contents, client) | {"extra": extra}
+            write_part(draft.path, 0, shard, state)
+            draft.finish({key: value for key, value in state.items() if key not in BY_PARAMETER + OF_STAGES}, 1)
         except BaseException:
             draft.discard()
             raise
