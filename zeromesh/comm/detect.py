@@ -193,8 +193,8 @@ def _place(env: Mapping[str, str], row: Launcher, rank: int, world_size: int) ->
     )
     if local_size is None and 1 in (node_count, world_size):
         local_size = world_size
-    if node_rank is None and local_size is not None and (row is not TORCHRUN or world_size == 1):
-        node_rank = rank // max(local_size, 1)  # as if nodes had as many ranks, one after the other
+    if node_rank is None and local_size is not None and (row.name in MPI or local_size == world_size):
+        node_rank = rank // max(local_size, 1)  # MPI's: as if nodes had as many ranks, one after the other
     if world_size != 1 and (local_rank is None or local_size is None or node_rank is None):
         lowest = local_rank or 0
         return _numbers(lowest, rank, lowest + 1, max(world_size, 1)) | {"placed": False}

@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import time
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -23,7 +24,7 @@ from zeromesh.comm.failure import StartError
 from zeromesh.comm.launchers import FILE, MPI, TORCHRUN, names_of
 from zeromesh.comm.messages import backends
 from zeromesh.comm.mpi import backend as mpi
-from zeromesh.comm.rendezvous import join_rendezvous, start_limit
+from zeromesh.comm.rendezvous import join_rendezvous, leave, start_limit
 
 __all__ = [
     "VARIABLES", "Environment", "StartError", "backends", "default_backend", "device_for", "device_of_group",
@@ -36,6 +37,8 @@ LEAVING = 1.0  # seconds after which a process that waits for gloo's threads end
 QUIET = 3
 
 _GLOO = "pt_gloo_runloop"  # torch's name of the threads that run gloo's collectives
+
+_farewells: list[weakref.finalize[..., Any]] = []  # of the process group of all ranks
 
 _log = logging.getLogger("zeromesh")
 
@@ -178,7 +181,18 @@ def shutdown() -> None:
     """End the process group, if there is one."""
     if dist.is_initialized():
         local.close()
+        for farewell in _farewells:
+            farewell()
         dist.destroy_process_group()
+
+
+def _leave_at_exit(environment: Environment, store: trust.SealedStore) -> None:
+    """Leave the store when this process ends, or the group is shut down."""
+    for farewell in _farewells:  # of a group that somebody else has ended
+        farewell.detach()
+    # The class lives as long as the process, whose end runs finalizers from the newest to the oldest: the watchdog's
+    # come before.
+    _farewells[:] = [weakref.finalize(Environment, leave, environment, store)]
 
 
 def _take_device(environment: Environment, backend: str) -> torch.device:
@@ -251,6 +265,7 @@ def _start(
         if several:
             trust.adopt(store)
             trust.prove(dist.group.WORLD)
+            _leave_at_exit(environment, store)
     except StartError:
         shutdown()
         raise
