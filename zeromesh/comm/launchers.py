@@ -83,15 +83,25 @@ TORCHRUN = Launcher(
     master=MASTER,
 )
 
-OPEN_MPI = Launcher(
-    name="open mpi",
-    command="Open MPI's mpiexec",
-    marks=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    rank=("OMPI_COMM_WORLD_RANK",),
-    local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
-    world_size=("OMPI_COMM_WORLD_SIZE",),
-    local_world_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-)
+
+def _numbered(name: str, command: str, prefix: str) -> Launcher:
+    """Return the row of a launcher that sets PREFIX_RANK, _SIZE, _LOCAL_RANK and _LOCAL_SIZE."""
+    rank, size, local_rank, local_size = (f"{prefix}_{end}" for end in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    return Launcher(
+        name,
+        command,
+        marks=(rank, size, local_rank, local_size),
+        rank=(rank,),
+        world_size=(size,),
+        local_rank=(local_rank,),
+        local_world_size=(local_size,),
+    )
+
+
+OPEN_MPI = _numbered("open mpi", "Open MPI's mpiexec", "OMPI_COMM_WORLD")
+MVAPICH2 = _numbered("mvapich2", "MVAPICH2's mpirun_rsh", "MV2_COMM_WORLD")
+JSRUN = _numbered("jsrun", "jsrun", "JSM_NAMESPACE")
+HOROVODRUN = _numbered("horovodrun", "horovodrun", "HOROVOD")
 
 MPICH = Launcher(
     name="mpich",
@@ -117,36 +127,6 @@ SLURM = Launcher(
     hosts=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
     job=("SLURM_JOB_ID", "SLURM_JOBID"),
     step=STEP,
-)
-
-MVAPICH2 = Launcher(
-    name="mvapich2",
-    command="MVAPICH2's mpirun_rsh",
-    marks=("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
-    rank=("MV2_COMM_WORLD_RANK",),
-    local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
-    world_size=("MV2_COMM_WORLD_SIZE",),
-    local_world_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
-)
-
-JSRUN = Launcher(
-    name="jsrun",
-    command="jsrun",
-    marks=("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
-    rank=("JSM_NAMESPACE_RANK",),
-    local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
-    world_size=("JSM_NAMESPACE_SIZE",),
-    local_world_size=("JSM_NAMESPACE_LOCAL_SIZE",),
-)
-
-HOROVODRUN = Launcher(
-    name="horovodrun",
-    command="horovodrun",
-    marks=("HOROVOD_RANK", "HOROVOD_SIZE"),
-    rank=("HOROVOD_RANK",),
-    local_rank=("HOROVOD_LOCAL_RANK",),
-    world_size=("HOROVOD_SIZE",),
-    local_world_size=("HOROVOD_LOCAL_SIZE",),
 )
 
 FLUX = Launcher(
