@@ -76,10 +76,11 @@ def test_the_holder_of_the_store_stays_until_the_others_have_left(monkeypatch: p
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     store = dist.HashStore()
     for rank in (0, 1, 0):  # the first of these goes after a while, the last one at once
-        rendezvous.leave(two_ranks(rank, 1), store)
+        rendezvous.leave(two_ranks(rank, 1), store, os.getpid())
     assert store.add("left", 0) == 3
+    rendezvous.leave(two_ranks(1, 1), store, os.getpid() + 1)  # in a fork
     monkeypatch.setattr(sys, "last_value", KeyError(), raising=False)
-    rendezvous.leave(two_ranks(0, 1), store)
+    rendezvous.leave(two_ranks(0, 1), store, os.getpid())
     assert store.add("left", 0) == 3
 
 

@@ -107,6 +107,7 @@ PET = {
             {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "head", "MASTER_PORT": "5"},
             (None, "3", 1, "head:5", None),
         ),
+        ({}, {"PET_NPROC_PER_NODE": "3"}, (3, None, None, None, None)),
         ({}, {"MASTER_PORT": "1234"}, (None, None, None, None, None)),
     ],
 )

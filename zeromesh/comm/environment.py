@@ -192,7 +192,7 @@ def _leave_at_exit(environment: Environment, store: trust.SealedStore) -> None:
         farewell.detach()
     # The class lives as long as the process, whose end runs finalizers from the newest to the oldest: the watchdog's
     # come before.
-    _farewells[:] = [weakref.finalize(Environment, leave, environment, store)]
+    _farewells[:] = [weakref.finalize(Environment, leave, environment, store, os.getpid())]
 
 
 def _take_device(environment: Environment, backend: str) -> torch.device:

@@ -236,13 +236,13 @@ class Meeting:
             raise StartError(text)
 
 
-def leave(environment: Environment, store: SealedStore) -> None:
+def leave(environment: Environment, store: SealedStore, process: int) -> None:
     """Tell that this rank needs the store no more; if this process holds it, stay until no other one does.
 
     At most for ``LEAVING_SECONDS``. A rank whose store is gone ends with a stack of C++ calls, as if it had failed.
     """
-    if getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1"):
-        return  # after an exception nobody waits
+    if os.getpid() != process or (getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")):
+        return  # in a fork, whose connection is its parent's, and after an exception, when nobody waits
     with contextlib.suppress(RuntimeError):
         end, left = time.monotonic() + LEAVING_SECONDS, store.add("left", 1)
         while _serves(environment) and left < environment.world_size and time.monotonic() < end:

@@ -116,9 +116,10 @@ def with_defaults(options: LaunchOptions, env: Mapping[str, str]) -> LaunchOptio
     master, node_rank = env.get("PET_RDZV_ENDPOINT"), env.get("PET_NODE_RANK")
     if env.get("PET_MASTER_ADDR"):
         master = f"{env['PET_MASTER_ADDR']}:{env.get('PET_MASTER_PORT') or 29500}"
-    if nodes is None and find(env) is not None:
+    others = {name: text for name, text in env.items() if not name.startswith("PET_")}
+    if nodes is None and find(others) is not None:
         try:
-            environment = Environment.detect(env)
+            environment = Environment.detect(others)
         except ValueError:
             environment = Environment()  # the ranks get variables of their own, so these may be incomplete
         if environment.world_size > 1:
