@@ -42,7 +42,8 @@ def place(environment: Environment, store: SealedStore) -> Environment:
     except RuntimeError as error:
         raise StartError(
             f"rank {environment.rank} does not hear from rank 0 which ranks are on which node: "
-            f"{str(error).splitlines()[0]}; see the output of rank 0"
+            f"{str(error).splitlines()[0]}; see the output of rank 0, and set the same variables of LOCAL_RANK, "
+            "LOCAL_WORLD_SIZE and GROUP_RANK, or none of them, on all ranks"
         ) from None
     if isinstance(answer, str):
         start_together(environment, store, StartError(answer))
