@@ -34,10 +34,10 @@ class PeerLost(RuntimeError):
     """A collective could not be finished, because another rank ended or did not answer in time."""
 
 
-def _lost(what: str, error: RuntimeError) -> PeerLost:
+def _lost(what: str, goal: str, error: RuntimeError) -> PeerLost:
     return PeerLost(
-        f"{what}: another rank ended, or did not answer in time; what the first rank to fail says is the cause. "
-        f"({error})"
+        f"{what} could not be {goal}: another rank ended, or did not answer in time; what the first "
+        f"rank to fail says is the cause. ({error})"
     )
 
 
@@ -64,7 +64,7 @@ class Pending:
         except PeerLost:
             raise
         except RuntimeError as error:
-            raise _lost(f"{self.what} could not be finished", error) from error
+            raise _lost(self.what, "finished", error) from error
         finally:
             if self.watchdog is not None:
                 self.watchdog.end()
@@ -344,7 +344,7 @@ class Group:
             if "gloo" not in str(error):
                 raise
             what = self.purposes.get(tag, "messages")  # gloo refuses to start what the connection of a lost rank is for
-            raise _lost(f"{what} over the axis {self.axis} could not be started", error) from error
+            raise _lost(f"{what} over the axis {self.axis}", "started", error) from error
 
     def _start_messages(
         self, receives: Iterable[tuple[int, torch.Tensor]], sends: Iterable[tuple[int, torch.Tensor]], tag: int
