@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,16 @@ from commands import call
 from environments import ENVIRONMENTS
 from harness import free_port, run_command, run_ranks
 from zeromesh import Environment, init_distributed
-from zeromesh.apps.cli.launch_command import LaunchOptions, master_of, refuse_elsewhere, with_defaults
 from zeromesh.comm import environment as module
 from zeromesh.comm import rank as rank_program
 from zeromesh.comm.environment import VARIABLES, StartError
-from zeromesh.comm.nodes import node_facts, node_table, place
 from zeromesh.comm.trust import SealedStore
 
+node_facts, node_table, place = module.nodes.node_facts, module.nodes.node_table, module.nodes.place
+launching = import_module("zeromesh.apps.cli.launch_command")  # as the command does, when it runs
+
 PAGE = Path(__file__).parents[2] / "docs" / "launching.md"
-NONE_GIVEN = LaunchOptions(None, None, None, None, None, 300.0, None)
+NONE_GIVEN = launching.LaunchOptions(None, None, None, None, None, 300.0, None)
 
 
 def outcome(variables: dict[str, str]) -> str:
@@ -112,7 +114,7 @@ PET = {
     ],
 )
 def test_a_launch_takes_what_is_not_given_from_the_variables(options, variables, expected) -> None:
-    result = with_defaults(NONE_GIVEN.__class__(**(vars(NONE_GIVEN) | options)), variables)
+    result = launching.with_defaults(NONE_GIVEN.__class__(**(vars(NONE_GIVEN) | options)), variables)
     assert (result.ranks, result.nodes, result.node_rank, result.master, result.restarts) == expected
 
 
@@ -120,20 +122,20 @@ def test_launches_that_would_each_start_the_same_ranks_are_refused() -> None:
     mpi = {f"OMPI_COMM_WORLD_{name}": number for name, number in
            (("RANK", "0"), ("SIZE", "4"), ("LOCAL_RANK", "0"), ("LOCAL_SIZE", "2"))}  # fmt: skip
     with pytest.raises(ValueError, match="Open MPI's mpiexec has started 2 processes on this node, and each would"):
-        with_defaults(NONE_GIVEN, mpi)
+        launching.with_defaults(NONE_GIVEN, mpi)
     with pytest.raises(ValueError, match="PET_NPROC_PER_NODE is 'many', but must be a whole number"):
-        with_defaults(NONE_GIVEN, {"PET_NPROC_PER_NODE": "many"})
+        launching.with_defaults(NONE_GIVEN, {"PET_NPROC_PER_NODE": "many"})
 
 
 def test_options_of_deepspeeds_launcher_are_taken_or_named() -> None:
-    assert master_of(None, "head", 5) == "head:5"
-    assert master_of(None, "head", None) == "head:29500"
-    assert master_of("a:1", None, 5) == "a:1"
+    assert launching.master_of(None, "head", 5) == "head:5"
+    assert launching.master_of(None, "head", None) == "head:29500"
+    assert launching.master_of("a:1", None, 5) == "a:1"
     with pytest.raises(ValueError, match="leave one of them out"):
-        master_of("a:1", "head", None)
-    refuse_elsewhere({"--include": None})
+        launching.master_of("a:1", "head", None)
+    launching.refuse_elsewhere({"--include": None})
     with pytest.raises(ValueError, match="--hostfile hosts: .* use zeromesh launch --nnodes N --node-rank R"):
-        refuse_elsewhere({"--hostfile": "hosts"})
+        launching.refuse_elsewhere({"--hostfile": "hosts"})
 
 
 SCRIPT = """
