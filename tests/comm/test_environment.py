@@ -52,7 +52,7 @@ def test_variables_of_launchers_are_read(variables, expected, one_node) -> None:
     assert (found, found.one_node) == (expected, one_node)
 
 
-@pytest.mark.parametrize("missing", VARIABLES)
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_a_missing_variable_is_named(missing: str) -> None:
     with pytest.raises(ValueError, match=f"^{missing} is not set.*torchrun.*unset them all"):
         Environment.detect({name: value for name, value in TORCHRUN.items() if name != missing})

@@ -19,10 +19,12 @@ import torch.distributed as dist
 from harness import free_port, on_ranks, run_command, run_ranks
 from zeromesh import Environment, init_distributed
 from zeromesh.comm import environment as module
-from zeromesh.comm import interface, peers
+from zeromesh.comm import interface, peers, rendezvous
+from zeromesh.comm.collectives import Group, PeerLost
 from zeromesh.comm.environment import VARIABLES, StartError, default_backend, device_for, shutdown
 from zeromesh.comm.peers import Peer, with_topology
 from zeromesh.comm.rendezvous import reach, start_limit
+from zeromesh.comm.traffic import Traffic
 
 SHORT = timedelta(seconds=0.5)
 
@@ -50,6 +52,63 @@ def test_a_master_that_nobody_is_says_where_and_what_to_look_at() -> None:
     assert f"the master at 127.0.0.1:{port} cannot be reached from {socket.gethostname()}" in message
     assert "attempts in 0.5 s, the last one: Connection refused" in message
     assert all(word in message for word in ("rank 0 is running", "MASTER_ADDR", "firewall", "ZEROMESH_START_TIMEOUT"))
+
+
+def test_a_master_on_loopback_is_named_by_all_while_they_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rendezvous, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    port = free_port()
+    hint = "the master listens on loopback, as MASTER_ADDR is localhost, and other hosts cannot reach it"
+    assert hint in refused(two_ranks(0, port, "localhost"))
+    assert f"not all ranks have come to localhost:{port} in 0.1 s: {hint}" in caplog.text
+    caplog.clear()
+    with pytest.raises(StartError, match="does not have localhost as MASTER_ADDR, so that it listens on loopback"):
+        init_distributed(start_timeout=timedelta(seconds=1.5), environment=two_ranks(1, port, socket.gethostname()))
+    assert "rank 1 has not reached the master" in caplog.text
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # a launcher that has counted the ranks of this node
+    assert "loopback" not in refused(two_ranks(0, port, "localhost"))
+
+
+def test_the_holder_of_the_store_stays_until_the_others_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "LEAVING_SECONDS", 0.05)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    store = dist.HashStore()
+    for rank in (0, 1, 0):  # the first of these goes after a while, the last one at once
+        rendezvous.leave(two_ranks(rank, 1), store, os.getpid())
+    assert store.add("left", 0) == 3
+    rendezvous.leave(two_ranks(1, 1), store, os.getpid() + 1)  # in a fork
+    monkeypatch.setattr(sys, "last_value", KeyError(), raising=False)
+    rendezvous.leave(two_ranks(0, 1), store, os.getpid())
+    assert store.add("left", 0) == 3
+
+
+def with_other_secrets(port: int) -> str:
+    rank = dist.get_rank()
+    leave()
+    os.environ.pop("ZEROMESH_TOKEN", None)
+    os.environ["ZEROMESH_SECRET"] = "sixteen letters " + str(rank)
+    return error_of_start(two_ranks(rank, port), seconds=1.0)
+
+
+def test_ranks_with_other_secrets_are_told_so() -> None:
+    first, second = run_ranks(with_other_secrets, 2, free_port())
+    assert "did not come" in first
+    assert "have the same ZEROMESH_SECRET" in first
+    assert "does not have this rank's ZEROMESH_SECRET" in second
+    assert "Set ZEROMESH_SECRET to the same text on all ranks" in second
+
+
+def test_a_message_that_gloo_refuses_to_start_names_the_cause() -> None:
+    def closed(*_: object) -> None:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1")
+
+    group = Group("data", None, torch.device("cpu"), Traffic())
+    group.process_group, group._hosted = SimpleNamespace(recv=closed, send=closed), True
+    group.purposes[3] = "all-gather of parameters"
+    with pytest.raises(PeerLost, match=r"^all-gather of parameters .* could not be started: another rank .*pair.cc"):
+        group._post([(1, torch.zeros(1))], [], 3)
 
 
 def test_a_master_whose_name_is_unknown_is_told() -> None:
@@ -237,7 +296,7 @@ def test_ranks_of_mpiexec_meet_without_mpi() -> None:
         ({"init_method": "file://"}, "init_method is 'file://', but must be tcp://address:port, file://path"),
         ({"init_method": "tcp://host"}, "init_method is 'tcp://host'"),
         ({"start_timeout": timedelta(0)}, "start_timeout is 0:00:00, but must be a number of seconds above 0"),
-        ({"rank": 0, "world_size": 2}, "MASTER_ADDR is not set, but RANK, WORLD_SIZE are|LOCAL_RANK is not set"),
+        ({"rank": 0, "world_size": 2}, "MASTER_ADDR is not set, but RANK, WORLD_SIZE are"),
         ({"dist_init_required": False}, "dist_init_required is False, but no process group"),
     ],
 )

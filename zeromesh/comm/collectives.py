@@ -34,6 +34,13 @@ class PeerLost(RuntimeError):
     """A collective could not be finished, because another rank ended or did not answer in time."""
 
 
+def _lost(what: str, goal: str, error: RuntimeError) -> PeerLost:
+    return PeerLost(
+        f"{what} could not be {goal}: another rank ended, or did not answer in time; what the first "
+        f"rank to fail says is the cause. ({error})"
+    )
+
+
 @dataclass(eq=False)
 class Pending:
     """Handle of a collective in progress."""
@@ -57,10 +64,7 @@ class Pending:
         except PeerLost:
             raise
         except RuntimeError as error:
-            raise PeerLost(
-                f"{self.what} could not be finished: another rank ended, or did not answer in time; what the first "
-                f"rank to fail says is the cause. ({error})"
-            ) from error
+            raise _lost(self.what, "finished", error) from error
         finally:
             if self.watchdog is not None:
                 self.watchdog.end()
@@ -334,6 +338,17 @@ class Group:
         self, receives: Iterable[tuple[int, torch.Tensor]], sends: Iterable[tuple[int, torch.Tensor]], tag: int
     ) -> list[Any]:
         """Start messages from and to group ranks; between two ranks they arrive in the order in which they are sent."""
+        try:
+            return self._start_messages(receives, sends, tag)
+        except RuntimeError as error:
+            if "gloo" not in str(error):
+                raise
+            what = self.purposes.get(tag, "messages")  # gloo refuses to start what the connection of a lost rank is for
+            raise _lost(f"{what} over the axis {self.axis}", "started", error) from error
+
+    def _start_messages(
+        self, receives: Iterable[tuple[int, torch.Tensor]], sends: Iterable[tuple[int, torch.Tensor]], tag: int
+    ) -> list[Any]:
         if self._carrier is not None:
             return self._carrier.post(receives, sends, tag)
         group = self.process_group

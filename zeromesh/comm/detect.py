@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from zeromesh.comm import launchers
 from zeromesh.comm.launchers import DEFAULT_PORT, MASTER, MPI, TORCHRUN, Launcher, names_of, value
@@ -31,7 +32,9 @@ class Environment:
         master_address: host of the rendezvous; empty where the ranks have to find it out together.
         master_port: its TCP port; 0 where none is used, or none is known yet.
         node_count: number of nodes; where it is not given, that of nodes with as many ranks as this one.
-        launcher: what started the process: torchrun, slurm, open mpi, mpich (and Intel MPI), or single.
+        launcher: what started the process: the name of a row of ``launchers.LAUNCHERS``, or single.
+        placed: False where the launcher does not tell which ranks are on one node. Then ``init_distributed`` finds it
+            out, and until then each rank counts as on a node of its own.
 
     Raises:
         ValueError: if the numbers contradict each other.
@@ -46,23 +49,27 @@ class Environment:
     master_port: int = 0
     node_count: int = 0
     launcher: str = field(default="single", compare=False)
+    placed: bool = field(default=True, compare=False)
 
     def __post_init__(self) -> None:
         if not self.node_count and self.local_world_size > 0:
             object.__setattr__(self, "node_count", -(-self.world_size // self.local_world_size))
         row = names_of(self.launcher)
-        rank, local_rank, world, local = (n[0] for n in (row.rank, row.local_rank, row.world_size, row.local_size))
-        nodes = (row.node_count or TORCHRUN.node_count)[0]
-        node_rank = (row.node_rank or TORCHRUN.node_rank)[0]
+        rank, local_rank, world = row.name_of("rank"), row.name_of("local_rank"), row.name_of("world_size")
+        local = row.tasks_per_node[0] if row.tasks_per_node else row.name_of("local_world_size")
+        nodes, node_rank = row.name_of("node_count"), row.name_of("node_rank")
         below = "but must be at least 0 and below"
         # In this order: a wrong number of ranks would make the later lines misleading.
-        for holds, problem in (
+        of_ranks = (
             (self.world_size >= 1, f"{world} is {self.world_size}, but there is at least one process"),
+            (0 <= self.rank < self.world_size, f"{rank} is {self.rank}, {below} {world}, {self.world_size}"),
+            (0 <= self.master_port < 65536, f"MASTER_PORT is {self.master_port}, but must be below 65536"),
+        )
+        of_nodes = (
             (
                 1 <= self.local_world_size <= self.world_size,
                 f"{local} is {self.local_world_size}, but must be between 1 and {world}, {self.world_size}",
             ),
-            (0 <= self.rank < self.world_size, f"{rank} is {self.rank}, {below} {world}, {self.world_size}"),
             (
                 0 <= self.local_rank < self.local_world_size,
                 f"{local_rank} is {self.local_rank}, {below} {local}, {self.local_world_size}",
@@ -81,8 +88,8 @@ class Environment:
                 0 <= self.node_rank < self.node_count,
                 f"{node_rank} is {self.node_rank}, {below} the number of nodes, {self.node_count}",
             ),
-            (0 <= self.master_port < 65536, f"MASTER_PORT is {self.master_port}, but must be below 65536"),
-        ):
+        )
+        for holds, problem in (*of_ranks, *of_nodes) if self.placed else of_ranks:
             if not holds:
                 raise _wrong(row, problem)
 
@@ -91,12 +98,14 @@ class Environment:
         """Return the environment that a launcher's variables describe; a single process without any.
 
         Launchers are looked for in the order of ``launchers.LAUNCHERS``. Of torchrun's variables, LOCAL_RANK,
-        LOCAL_WORLD_SIZE and GROUP_RANK may be left out where MASTER_ADDR is this machine itself, as all ranks are then
-        on one node. Beside another launcher's, those of torchrun's that are set must say the same, and MASTER_ADDR and
-        MASTER_PORT are taken as they are.
+        LOCAL_WORLD_SIZE and GROUP_RANK may be left out: where MASTER_ADDR is this machine itself, all ranks are on one
+        node, else the environment is not ``placed``. Beside another launcher's, those of torchrun's that are set must
+        say the same, and MASTER_ADDR and MASTER_PORT are taken as they are. ZEROMESH_ALONE=1 makes this process a
+        single one, whatever is set.
 
         Raises:
-            ValueError: if some variables are missing, are not numbers, or contradict each other; it lists them.
+            ValueError: if some variables are missing, are not numbers, or contradict each other, or those of an
+                unknown launcher say that there are several processes; it lists them.
         """
         row = launchers.find(env)
         if row is None:
@@ -111,8 +120,8 @@ class Environment:
 
     @property
     def one_node(self) -> bool:
-        """True if all ranks are on this node."""
-        return self.local_world_size == self.world_size
+        """True if all ranks are known to be on this node."""
+        return self.placed and self.local_world_size == self.world_size
 
 
 def is_launched(env: Mapping[str, str] = os.environ) -> bool:
@@ -135,44 +144,70 @@ def _of_torchrun(env: Mapping[str, str]) -> Environment:
         if "RANK" in env:
             values.setdefault("GROUP_RANK", "0")
     row = TORCHRUN
+    rank, world_size = _integer(values, row, row.rank), _integer(values, row, row.world_size)
     return Environment(
-        **{name: _integer(values, row, getattr(row, name)) for name in NUMBERS},
+        rank=rank,
+        world_size=world_size,
+        **_place(values, row, rank, world_size),
         master_address=_text(values, row, MASTER[:1]),
         master_port=_integer(values, row, MASTER[1:]),
-        node_count=_integer(values, row, row.node_count) if "GROUP_WORLD_SIZE" in env else 0,
         launcher=row.name,
     )
 
 
 def _of_others(env: Mapping[str, str], row: Launcher) -> Environment:
     rank, world_size = _integer(env, row, row.rank), _integer(env, row, row.world_size)
-    if row.tasks_per_node:
-        node_rank, tasks = _integer(env, row, row.node_rank), _tasks(env, row, world_size)
-        if not 0 <= node_rank < len(tasks):
-            raise _wrong(row, f"{row.node_rank[0]} is {node_rank}, but {len(tasks)} nodes have tasks")
-        local_world_size, node_count = tasks[node_rank], len(tasks)
-    else:
-        local_world_size, node_count = _integer(env, row, row.local_world_size), 0
-        node_rank = rank // max(local_world_size, 1)
-    one_node = local_world_size == world_size
+    place = _place(env, row, rank, world_size)
+    one_node = place["local_world_size"] == world_size and place.get("placed", True)
     address = env.get("MASTER_ADDR") or ("127.0.0.1" if one_node else "")
     if env.get("MASTER_PORT"):
         port = _integer(env, row, MASTER[1:])
     elif one_node or row.job:
         port = launchers.derived_port(env, row)
     else:  # ranks on several nodes have no common ancestor to derive a port from
-        port = DEFAULT_PORT if address else 0
+        port = DEFAULT_PORT if address or row.hosts else 0
     return Environment(
         rank=rank,
-        local_rank=_integer(env, row, row.local_rank),
-        node_rank=node_rank,
         world_size=world_size,
-        local_world_size=local_world_size,
-        master_address=address or (launchers.first_host(_text(env, row, row.hosts)) if row.hosts else ""),
+        **place,
+        master_address=address or (launchers.first_host(_text(env, row, row.hosts).split()[0]) if row.hosts else ""),
         master_port=port,
-        node_count=node_count,
         launcher=row.name,
     )
+
+
+def _place(env: Mapping[str, str], row: Launcher, rank: int, world_size: int) -> dict[str, Any]:
+    """Return the attributes that tell this rank's place on its node, with ``placed`` False where nothing tells it."""
+    if row.tasks_per_node:
+        node, tasks = _integer(env, row, row.node_rank), _tasks(env, row, world_size)
+        if not 0 <= node < len(tasks):
+            raise _wrong(row, f"{row.node_rank[0]} is {node}, but {len(tasks)} nodes have tasks")
+        return _numbers(_integer(env, row, row.local_rank), node, tasks[node], len(tasks))
+    if row.one_per_node:
+        return _numbers(0, rank, 1, world_size)
+    # Beside a launcher that does not say the first two, people may set torchrun's.
+    names = (row.local_rank or TORCHRUN.local_rank, row.local_size or TORCHRUN.local_world_size)
+    local_rank, local_size, node_rank, node_count = (
+        _integer(env, row, variables) if value(env, variables) else None
+        for variables in (*names, row.node_rank, row.node_count)
+    )
+    if local_size is None and 1 in (node_count, world_size):
+        local_size = world_size
+    if node_rank is None and local_size is not None and (row.name in MPI or local_size == world_size):
+        node_rank = rank // max(local_size, 1)  # MPI's: as if nodes had as many ranks, one after the other
+    if world_size != 1 and (local_rank is None or local_size is None or node_rank is None):
+        lowest = local_rank or 0
+        return _numbers(lowest, rank, lowest + 1, max(world_size, 1)) | {"placed": False}
+    return _numbers(local_rank or 0, node_rank or 0, local_size or 0, node_count or 0)
+
+
+def _numbers(local_rank: int, node_rank: int, local_world_size: int, node_count: int) -> dict[str, Any]:
+    return {
+        "local_rank": local_rank,
+        "node_rank": node_rank,
+        "local_world_size": local_world_size,
+        "node_count": node_count,
+    }
 
 
 def _tasks(env: Mapping[str, str], row: Launcher, world_size: int) -> list[int]:
@@ -194,7 +229,7 @@ def _tasks(env: Mapping[str, str], row: Launcher, world_size: int) -> list[int]:
 
 def _require_agreement(environment: Environment, env: Mapping[str, str]) -> None:
     """Raise ValueError if torchrun's variables are set too and contradict the environment."""
-    for attribute in NUMBERS:
+    for attribute in NUMBERS if environment.placed else ("rank", "world_size"):
         name, number = getattr(TORCHRUN, attribute)[0], getattr(environment, attribute)
         guessed = attribute == "node_rank" and environment.launcher in MPI
         if name in env and not guessed and env[name].strip() != str(number):
@@ -206,7 +241,7 @@ def _require_agreement(environment: Environment, env: Mapping[str, str]) -> None
 
 def _wrong(row: Launcher, problem: str) -> ValueError:
     remedy = f"start the ranks with {row.command}, which sets {', '.join(row.needed)}"
-    return ValueError(f"{problem}; {remedy}; for a single process unset them all")
+    return ValueError(f"{problem}; {remedy}; for a single process unset them all, or set {launchers.ALONE}=1")
 
 
 def _name(env: Mapping[str, str], names: tuple[str, ...]) -> str:

@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import time
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -17,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 from zeromesh.base.words import counted
-from zeromesh.comm import interface, local, peers, trust
+from zeromesh.comm import interface, local, nodes, peers, trust
 from zeromesh.comm.detect import VARIABLES, Environment, is_launched
 from zeromesh.comm.failure import StartError
 from zeromesh.comm.launchers import FILE, MPI, TORCHRUN, names_of
 from zeromesh.comm.messages import backends
 from zeromesh.comm.mpi import backend as mpi
-from zeromesh.comm.rendezvous import join_rendezvous, start_limit
+from zeromesh.comm.rendezvous import join_rendezvous, leave, start_limit
 
 __all__ = [
     "VARIABLES", "Environment", "StartError", "backends", "default_backend", "device_for", "device_of_group",
@@ -36,6 +37,8 @@ LEAVING = 1.0  # seconds after which a process that waits for gloo's threads end
 QUIET = 3
 
 _GLOO = "pt_gloo_runloop"  # torch's name of the threads that run gloo's collectives
+
+_farewells: list[weakref.finalize[..., Any]] = []  # of the process group of all ranks
 
 _log = logging.getLogger("zeromesh")
 
@@ -65,9 +68,10 @@ def device_for(environment: Environment, backend: str) -> torch.device:
     # All ranks of the node raise, not only those that get no device: the others would wait for them.
     if environment.local_world_size > devices and backend != "gloo" and not (devices == 1 and started_apart):
         row = names_of(environment.launcher)
+        local_size = row.tasks_per_node[0] if row.tasks_per_node else row.name_of("local_world_size")
         raise ValueError(
-            f"{row.local_rank[0]} is {environment.local_rank}, but this node has "
-            f"{counted(devices, f'{accelerator.type} device')} for {row.local_size[0]} = "
+            f"{row.name_of('local_rank')} is {environment.local_rank}, but this node has "
+            f"{counted(devices, f'{accelerator.type} device')} for {local_size} = "
             f"{environment.local_world_size}, and {backend} needs one for each rank; "
             f"start at most {counted(devices, 'rank')} per node, or use the backend gloo"
         )
@@ -135,7 +139,8 @@ def init_distributed(
             "torch.distributed.init_process_group before, or leave the argument out"
         )
     limit = start_limit(start_timeout)
-    process = environment or Environment.detect(_variables(os.environ, init_method, rank, world_size))
+    variables = _variables(os.environ, init_method, rank, world_size)
+    process = environment or Environment.detect(variables)
     if not auto_mpi_discovery and process.launcher in MPI:
         raise ValueError(
             f"auto_mpi_discovery is False, but {names_of(process.launcher).command} started this process, and nothing "
@@ -152,18 +157,15 @@ def init_distributed(
         require_backend(backend)
         if backend == "mpi" and not dist.is_mpi_available() and (stranger := _other_mpi(process)):
             raise StartError(stranger)
-        device = device_for(process, backend)
-        if device.type != "cpu":
-            torch.accelerator.set_device_index(device.index)
+        if process.placed:
+            device = _take_device(process, backend)
     except (ValueError, RuntimeError) as error:
         problem = error
-    if process.one_node:
-        interface.stay_on_loopback()
-    elif (name := interface.interface_to(process.master_address, process.master_port)) is not None:
-        # Left alone gloo looks up the machine's own name, which may be that of loopback or of another network.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    _start(process, backend, device, timeout, limit, problem)
+    process, device = _start(process, backend, device, timeout, limit, problem)
     process = _checked(process, backend, device)
+    # Not what arguments say: others may follow in the same process.
+    if environment is None and process.world_size > 1 and variables.get("RANK") == os.environ.get("RANK"):
+        _publish(process)
     if verbose and process.rank == 0:
         _log.info(
             "%s on %s, started by %s, backend %s",
@@ -179,7 +181,44 @@ def shutdown() -> None:
     """End the process group, if there is one."""
     if dist.is_initialized():
         local.close()
+        for farewell in _farewells:
+            farewell()
         dist.destroy_process_group()
+
+
+def _leave_at_exit(environment: Environment, store: trust.SealedStore) -> None:
+    """Leave the store when this process ends, or the group is shut down."""
+    for farewell in _farewells:  # of a group that somebody else has ended
+        farewell.detach()
+    # The class lives as long as the process, whose end runs finalizers from the newest to the oldest: the watchdog's
+    # come before.
+    _farewells[:] = [weakref.finalize(Environment, leave, environment, store, os.getpid())]
+
+
+def _take_device(environment: Environment, backend: str) -> torch.device:
+    """Return the device of this rank, which becomes the current one."""
+    device = device_for(environment, backend)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def _choose_interface(environment: Environment) -> None:
+    if environment.one_node:
+        interface.stay_on_loopback()
+    elif (name := interface.interface_to(environment.master_address, environment.master_port)) is not None:
+        # Left alone gloo looks up the machine's own name, which may be that of loopback or of another network.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _publish(environment: Environment) -> None:
+    """Set the variables of this rank's place that are not there, for programs that read them, and for ``detect``."""
+    numbers = {name: getattr(environment, name) for name in ("rank", "world_size", "local_rank")}
+    if os.environ.get("LOCAL_WORLD_SIZE") is None and environment.launcher == TORCHRUN.name:
+        # All that ``detect`` needs: a node more, or one with another number of ranks, cannot be guessed.
+        numbers |= {name: getattr(environment, name) for name in ("local_world_size", "node_rank", "node_count")}
+    for attribute, number in numbers.items():
+        os.environ.setdefault(TORCHRUN.name_of(attribute), str(number))
 
 
 def _start(
@@ -189,7 +228,8 @@ def _start(
     timeout: timedelta | None,
     limit: timedelta,
     problem: Exception | None,
-) -> None:
+) -> tuple[Environment, torch.device]:
+    """Start the process group; return the environment with this rank's place on its node, and its device."""
     several, carried = environment.world_size > 1, backend == "mpi"
     if problem is not None and not several:
         raise problem  # nobody waits for this rank
@@ -197,10 +237,18 @@ def _start(
         if problem is not None:
             raise problem
         dist.init_process_group("mpi", timeout=timeout)
-        return
+        return environment, device
     backend = "gloo" if carried else backend
     began = time.monotonic()
     store: Any = join_rendezvous(environment, limit, problem) if several else dist.HashStore()  # type: ignore[attr-defined]
+    if not environment.placed:
+        environment = nodes.place(environment, store)
+        try:
+            device = _take_device(environment, "mpi" if carried else backend)
+        except (ValueError, RuntimeError) as error:
+            problem = error
+        nodes.start_together(environment, store, problem)
+    _choose_interface(environment)
     # gloo connects all ranks now, which must not take as long as a collective may. The store has that limit, too.
     connects = backend == "gloo" and several
     left = max(timedelta(seconds=1), limit - timedelta(seconds=time.monotonic() - began))
@@ -217,6 +265,7 @@ def _start(
         if several:
             trust.adopt(store)
             trust.prove(dist.group.WORLD)
+            _leave_at_exit(environment, store)
     except StartError:
         shutdown()
         raise
@@ -234,6 +283,7 @@ def _start(
         dist.distributed_c10d._set_pg_timeout(timeout or dist.default_pg_timeout)
     if carried:
         mpi.carry(timeout)
+    return environment, device
 
 
 def _checked(environment: Environment, backend: str, device: torch.device) -> Environment:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from collections.abc import Mapping
@@ -9,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+ALONE = "ZEROMESH_ALONE"
+"""Variable that, set to 1, makes a process a run of its own, whatever a launcher says."""
 FILE = "file://"  # what the place of a rendezvous begins with that is a file in place of a host
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
 STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
@@ -33,8 +36,8 @@ class Launcher:
     command: str
     marks: tuple[str, ...]  # any of them says that this launcher started the process
     rank: tuple[str, ...]
-    local_rank: tuple[str, ...]
     world_size: tuple[str, ...]
+    local_rank: tuple[str, ...] = ()
     node_rank: tuple[str, ...] = ()  # MPI's launchers do not tell it
     local_world_size: tuple[str, ...] = ()  # Slurm tells the tasks of all nodes instead
     tasks_per_node: tuple[str, ...] = ()
@@ -43,12 +46,17 @@ class Launcher:
     master: tuple[str, ...] = ()  # with the others, what a process must have
     job: tuple[str, ...] = ()  # number of the job, the same on all nodes
     step: tuple[str, ...] = ()  # number of the step of a job; only some steps are of ranks
+    one_per_node: bool = False  # it starts one process on each node, and says so of a single node, too
 
     @property
     def needed(self) -> tuple[str, ...]:
         """First name of each variable that a process must have, the master's last."""
         variables = (self.rank, self.local_rank, self.node_rank, self.world_size, self.local_size)
         return tuple(names[0] for names in variables if names) + self.master
+
+    def name_of(self, attribute: str) -> str:
+        """Return the first name of a variable; torchrun's, which may be set beside, where this launcher has none."""
+        return str((getattr(self, attribute) or getattr(TORCHRUN, attribute))[0])
 
     @property
     def local_size(self) -> tuple[str, ...]:
@@ -75,15 +83,25 @@ TORCHRUN = Launcher(
     master=MASTER,
 )
 
-OPEN_MPI = Launcher(
-    name="open mpi",
-    command="Open MPI's mpiexec",
-    marks=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    rank=("OMPI_COMM_WORLD_RANK",),
-    local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
-    world_size=("OMPI_COMM_WORLD_SIZE",),
-    local_world_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-)
+
+def _numbered(name: str, command: str, prefix: str) -> Launcher:
+    """Return the row of a launcher that sets PREFIX_RANK, _SIZE, _LOCAL_RANK and _LOCAL_SIZE."""
+    rank, size, local_rank, local_size = (f"{prefix}_{end}" for end in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    return Launcher(
+        name,
+        command,
+        marks=(rank, size, local_rank, local_size),
+        rank=(rank,),
+        world_size=(size,),
+        local_rank=(local_rank,),
+        local_world_size=(local_size,),
+    )
+
+
+OPEN_MPI = _numbered("open mpi", "Open MPI's mpiexec", "OMPI_COMM_WORLD")
+MVAPICH2 = _numbered("mvapich2", "MVAPICH2's mpirun_rsh", "MV2_COMM_WORLD")
+JSRUN = _numbered("jsrun", "jsrun", "JSM_NAMESPACE")
+HOROVODRUN = _numbered("horovodrun", "horovodrun", "HOROVOD")
 
 MPICH = Launcher(
     name="mpich",
@@ -111,11 +129,42 @@ SLURM = Launcher(
     step=STEP,
 )
 
-# In the order in which they are looked for: a launcher that another one started knows more of its processes.
-# ``srun --mpi=pmi2`` sets PMI_RANK too, so this alone is taken for MPI's only where there is no Slurm.
-LAUNCHERS = (TORCHRUN, OPEN_MPI, MPICH, SLURM, replace(MPICH, marks=("PMI_RANK", "PMI_SIZE")))
+FLUX = Launcher(
+    name="flux",
+    command="flux run",
+    marks=("FLUX_TASK_RANK",),
+    rank=("FLUX_TASK_RANK",),
+    local_rank=("FLUX_TASK_LOCAL_ID",),
+    world_size=("FLUX_JOB_SIZE",),
+    node_count=("FLUX_JOB_NNODES",),
+)
 
-MPI = (OPEN_MPI.name, MPICH.name)
+SKYPILOT = Launcher(
+    name="skypilot",
+    command="SkyPilot",
+    marks=("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"),
+    rank=("SKYPILOT_NODE_RANK",),
+    world_size=("SKYPILOT_NUM_NODES",),
+    hosts=("SKYPILOT_NODE_IPS",),
+    one_per_node=True,
+)
+
+# In the order in which they are looked for: a launcher that another one started knows more of its processes.
+# ``srun --mpi=pmi2`` and Flux set PMI_RANK too, so this alone is taken for MPI's only where there is neither.
+LAUNCHERS = (
+    *(TORCHRUN, OPEN_MPI, MVAPICH2, MPICH, JSRUN, HOROVODRUN, SLURM, FLUX),
+    replace(MPICH, marks=("PMI_RANK", "PMI_SIZE")),
+    SKYPILOT,
+)
+
+MPI = (OPEN_MPI.name, MPICH.name, MVAPICH2.name)
+
+# Names such as FOO_COMM_WORLD_RANK and FOO_WORLD_SIZE, which say together how many processes a launcher has started.
+_PLACE = r"(?P<launcher>[A-Z][A-Z0-9_]*?)(?:_COMM)?(?:_WORLD|_NAMESPACE|_JOB|_TASK|_NODE|_PROCESS)?"
+_RANK = re.compile(rf"{_PLACE}_(?:RANK|RANKID|PROCID)")
+_SIZE = re.compile(rf"{_PLACE}_(?:SIZE|N?RANKS|NUM_RANKS|N?TASKS|NUM_TASKS|NUM_NODES|NNODES|NPROCS|NUM_PROCESSES)")
+# Parts of a run, and what torchrun's ranks hand down to the processes that they start.
+_PARTS = ("LOCAL", "CROSS", "GROUP", "ROLE", "NODE")
 
 
 def names_of(launcher: str) -> Launcher:
@@ -125,21 +174,77 @@ def names_of(launcher: str) -> Launcher:
 
 def is_here(address: str) -> bool:
     """Return whether ranks that meet there are all on this machine, unless they say more: by loopback, or in a file."""
-    return address in LOOPBACK or address.startswith(FILE)
+    return is_loopback(address) or address.startswith(FILE)
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether only processes of this machine reach an address: localhost, ::1 and 127.0.0.0/8."""
+    try:
+        return address in LOOPBACK or ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name
+        return False
 
 
 def find(env: Mapping[str, str]) -> Launcher | None:
-    """Return the launcher that started this process, or None."""
+    """Return the launcher that started this process, or None.
+
+    Raise ValueError if no launcher is known, but variables say that this process is one of several.
+    """
+    if is_alone(env):
+        return None
     local = is_here(env.get("MASTER_ADDR", ""))
     if all(name in env for name in (("RANK", "WORLD_SIZE", "MASTER_PORT") if local else TORCHRUN.needed)):
         return TORCHRUN
     for row in LAUNCHERS[1:]:
+        if row.one_per_node and value(env, row.world_size) == "1":
+            continue
         if any(mark in env for mark in row.marks) and (not row.step or in_step(env, row)):
             # Some of torchrun's variables beside these do not make it torchrun: people set them by hand.
             return row
     # Inside an allocation people set the master for what they start later, so it says nothing about this process.
     stray = TORCHRUN.marks if "SLURM_JOB_ID" in env else (*TORCHRUN.marks, *MASTER)
-    return TORCHRUN if any(name in env for name in stray) else None
+    if any(name in env for name in stray):
+        return TORCHRUN
+    _require_single(env)
+    return None
+
+
+def is_alone(env: Mapping[str, str]) -> bool:
+    """Return whether the user says that this process is a run of its own; raise ValueError if it is said wrongly."""
+    text = env.get(ALONE, "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"{ALONE} is {text!r}, but must be 1, which makes this process a run of its own, or 0")
+    return text == "1"
+
+
+def _require_single(env: Mapping[str, str]) -> None:
+    """Raise ValueError if variables of no known launcher say that this process is one of several."""
+    alone = f"if this process is a run of its own, set {ALONE}=1"
+    # Kubeflow's PET_* are the options of the launcher that it expects in each pod.
+    for name in ("PET_NNODES", "PET_NPROC_PER_NODE"):
+        count = env.get(name, "").rpartition(":")[2]
+        if count.isdecimal() and int(count) > 1:
+            raise ValueError(
+                f"{name} is {env[name]}: this pod is to start its ranks with zeromesh launch or torchrun, which take "
+                f"their options from PET_*, and not with python; start the script with zeromesh launch; {alone}"
+            )
+    sizes = {match["launcher"]: name for name in env if (match := _SIZE.fullmatch(name)) and _number(env[name]) > 1}
+    # Those of known launchers have been looked at: the shell of an allocation has Slurm's, and is a single process.
+    for name in env.keys() - {variable for row in LAUNCHERS for variable in row.rank}:
+        match = _RANK.fullmatch(name)
+        size = sizes.get(match["launcher"]) if match else None
+        if match is None or size is None or match["launcher"].rpartition("_")[2] in _PARTS:
+            continue
+        if 0 <= _number(env[name]) < _number(env[size]):
+            raise ValueError(
+                f"{name} is {env[name]} and {size} is {env[size]}, so that this seems to be one of several processes, "
+                "but no launcher that is known here sets these; for ranks of one run set RANK, WORLD_SIZE, MASTER_ADDR "
+                f"and MASTER_PORT, or use a launcher of docs/launching.md; {alone}"
+            )
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isascii() and text.isdecimal() else -1
 
 
 def in_step(env: Mapping[str, str], launcher: Launcher) -> bool:

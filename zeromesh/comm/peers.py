@@ -99,4 +99,5 @@ def with_topology(environment: Environment, peers: Sequence[Peer]) -> Environmen
         node_rank=nodes.index(hosts[environment.rank]),
         local_world_size=len(local_ranks),
         node_count=len(nodes),
+        placed=True,
     )

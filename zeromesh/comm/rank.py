@@ -35,6 +35,7 @@ def main() -> None:
     try:
         if kind == "program":
             os.execvp(target, [target, *arguments])  # that it ends with the launcher stays
+        _pass_local_rank()
         run(target, arguments, is_module=kind == "module")
     except SystemExit as error:
         if error.code not in (None, 0):
@@ -47,6 +48,23 @@ def run(target: str, arguments: list[str], is_module: bool) -> None:
     # An uncaught exception goes to whoever started the ranks: on the terminal those of all ranks would come at once.
     sys.excepthook = record
     (run_module if is_module else run_script)(target, arguments)
+
+
+def _pass_local_rank() -> None:
+    """Let parsers of the command line that know ``--local_rank`` find it, as DeepSpeed's launcher passes it."""
+    from argparse import ArgumentParser
+
+    parse, names = ArgumentParser.parse_known_args, ("--local_rank", "--local-rank")
+
+    def with_local_rank(parser: ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
+        name = next((name for name in names if name in parser._option_string_actions), None)
+        words = sys.argv[1:] if args is None else [*args]
+        # Not for a script that parses something else, and behind nothing that takes all arguments after it.
+        if name and words == sys.argv[1:] and not any(word.startswith(names) for word in words):
+            words = [f"{name}={os.environ['LOCAL_RANK']}", *words]
+        return parse(parser, words, namespace)
+
+    setattr(ArgumentParser, parse.__name__, with_local_rank)
 
 
 def _prepare() -> None:

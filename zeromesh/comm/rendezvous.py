@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,12 +24,16 @@ import torch.distributed as dist
 from zeromesh.base.worker import Worker
 from zeromesh.comm.detect import Environment
 from zeromesh.comm.failure import StartError
-from zeromesh.comm.launchers import FILE, LOOPBACK
+from zeromesh.comm.launchers import FILE, LOOPBACK, is_loopback, names_of, value
 from zeromesh.comm.trust import SECRET, SealedStore, run_name, run_token, sign
 
 START_SECONDS = 300.0  # that ranks wait for each other, unless ZEROMESH_START_TIMEOUT is set
 
+PATIENCE_SECONDS = 10.0  # of a wait in silence; then the log says what may be wrong
+
 FAREWELL_SECONDS = 10.0  # that a rank that cannot go on tries to report why to the others
+
+LEAVING_SECONDS = 5.0  # that rank 0 stays at its end for others that still use its store
 
 _log = logging.getLogger("zeromesh")
 
@@ -144,12 +149,31 @@ class Meeting:
             run, by = "none that can be read", "a process without a name"
         if signed and run == self._run:
             return
+        if run == self._run and os.environ.get(SECRET):
+            raise StartError(
+                f"at {self._master}, rank {rank} ({by}) does not have this rank's {SECRET}: the ranks of a run need "
+                f"the same one. Set {SECRET} to the same text on all ranks; if these are two runs, give each a "
+                "MASTER_PORT of its own. A stranger may have connected, too"
+            )
         why = "" if run != self._run else ", whose token it does not have"
         raise StartError(
             f"at {self._master}, rank {rank} is {by}, of another run: it says {run!r}{why}, and this is rank "
             f"{self._rank} of {self._run!r}. Set MASTER_PORT to a free port, the same on all ranks of a run and "
             f"another one for each run; start all ranks with one launcher, as one user, and with the same {SECRET}, if "
             "any. A stranger may have connected, too"
+        )
+
+    def _loopback(self) -> str:
+        """Return what to change if the others may be on other hosts, which do not reach this rank; else ""."""
+        # A launcher that tells the ranks of this node has counted all of them.
+        if not (_serves(self._environment) and is_loopback(self._environment.master_address)) or (
+            value(os.environ, names_of(self._environment.launcher).local_size)
+        ):
+            return ""
+        return (
+            f"the master listens on loopback, as MASTER_ADDR is {self._environment.master_address}, and other hosts "
+            "cannot reach it; for ranks on several hosts set MASTER_ADDR to a name or address of this host on all "
+            "ranks, this one too"
         )
 
     def _exchange(self, stage: str, value: bytes) -> list[bytes]:
@@ -176,13 +200,16 @@ class Meeting:
 
     def _await(self, key: str, ranks: Sequence[int], shown: str = "here/") -> None:
         """Wait for a key; raise StartError, which names those of the ranks that have not come, after the limit."""
-        pause, missing = 0.001, []
+        pause, missing, silent_until = 0.001, [], time.monotonic() + PATIENCE_SECONDS
         try:
             # Polled, as torch's own wait ignores Ctrl-C, and prints two warnings on a timeout.
             while not (come := self._store.check([key])) and not self._store.check(["problem"]):
                 if time.monotonic() > self._end:
                     missing = [str(rank) for rank in ranks if not self._store.check([f"{shown}{rank}"])]
                     break
+                if time.monotonic() > silent_until and (hint := self._loopback()):
+                    _log.warning("not all ranks have come to %s in %g s: %s", self._master, PATIENCE_SECONDS, hint)
+                    silent_until = self._end
                 time.sleep(min(pause, max(0.0, self._end - time.monotonic())))
                 pause = min(2 * pause, 0.2)
             problem = "" if come or missing else self._store.get("problem").decode(errors="replace")
@@ -193,10 +220,13 @@ class Meeting:
             ) from None
         if missing:
             shown = ", ".join(missing[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
+            hint = self._loopback() or (
+                f"see whether they are running, have failed before, can reach that address, and have the same {SECRET}"
+            )
             raise StartError(
-                f"of {len(self._ranks)} ranks, {shown} did not come to {self._master} within {_text(self._limit)}; see "
-                "whether they are running, have failed before, and can reach that address. ZEROMESH_START_TIMEOUT sets "
-                "how many seconds to wait"
+                f"of {len(self._ranks)} ranks, {shown} did not come to {self._master} within {_text(self._limit)}; "
+                f"{hint}. ZEROMESH_START_TIMEOUT sets how many seconds to wait; if this process is a run of its own, "
+                "set ZEROMESH_ALONE=1"
             )
         if problem:
             self._store.add("heard", 1)  # the process that holds the store waits for this before it goes
@@ -204,6 +234,20 @@ class Meeting:
             if not compare_digest(problem[:_SIGNATURE].encode(), self._signature("problem", text).encode()):
                 text = f"somebody who does not have the token of {self._run!r} has reported a problem at {self._master}"
             raise StartError(text)
+
+
+def leave(environment: Environment, store: SealedStore, process: int) -> None:
+    """Tell that this rank needs the store no more; if this process holds it, stay until no other one does.
+
+    At most for ``LEAVING_SECONDS``. A rank whose store is gone ends with a stack of C++ calls, as if it had failed.
+    """
+    if os.getpid() != process or (getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")):
+        return  # in a fork, whose connection is its parent's, and after an exception, when nobody waits
+    with contextlib.suppress(RuntimeError):
+        end, left = time.monotonic() + LEAVING_SECONDS, store.add("left", 1)
+        while _serves(environment) and left < environment.world_size and time.monotonic() < end:
+            time.sleep(0.02)
+            left = store.add("left", 0)
 
 
 def _serves(environment: Environment) -> bool:
@@ -219,12 +263,32 @@ def _store(environment: Environment, limit: timedelta) -> Any:
     if _serves(environment):
         return _serve(address, port, environment.world_size, limit)
     end = time.monotonic() + limit.total_seconds()
-    tries, failure = reach(address, port, end)
+    if is_loopback(address):
+        where = f"on this host, as MASTER_ADDR {address} reaches no other one"
+    else:
+        where = (
+            "and does not have localhost as MASTER_ADDR, so that it listens on loopback, where others cannot reach it"
+        )
+    tries, failure = reach(address, port, min(end, time.monotonic() + PATIENCE_SECONDS))
+    if failure and time.monotonic() < end - 1:
+        _log.warning(
+            "rank %d has not reached the master at %s:%d in %g s: %s; see that rank 0 is running, %s; waiting for "
+            "%.0f s more",
+            environment.rank,
+            address,
+            port,
+            PATIENCE_SECONDS,
+            failure,
+            where,
+            end - time.monotonic(),
+        )
+        more, failure = reach(address, port, end)
+        tries += more
     if failure:
         raise StartError(
             f"the master at {address}:{port} cannot be reached from {socket.gethostname()}: {tries} attempts in "
-            f"{_text(limit)}, the last one: {failure}; see that rank 0 is running and has not failed before, that "
-            f"MASTER_ADDR is the machine of rank 0, under a name or address that this one can reach, and that no "
+            f"{_text(limit)}, the last one: {failure}; see that rank 0 is running, has not failed before, {where}, "
+            "that MASTER_ADDR is the machine of rank 0, under a name or address that this one can reach, and that no "
             f"firewall blocks port {port}. ZEROMESH_START_TIMEOUT sets how many seconds to wait"
         )
     # Torch waits for ever on a program that accepts connections and is not a store.
@@ -259,8 +323,9 @@ def in_background(action: Callable[[], Any], result: list[Any]) -> Callable[[flo
 
 def _serve(address: str, port: int, world_size: int, limit: timedelta) -> Any:
     # TCPStore itself listens on all interfaces. On one machine nobody else shall reach it.
-    listener, families = None, (socket.AF_INET,) if address in LOOPBACK[:2] else (socket.AF_INET6, socket.AF_INET)
-    host = "127.0.0.1" if address in LOOPBACK[:2] else address if address in LOOPBACK else ""
+    v4 = is_loopback(address) and address != LOOPBACK[2]
+    listener, families = None, (socket.AF_INET,) if v4 else (socket.AF_INET6, socket.AF_INET)
+    host = LOOPBACK[0] if address == LOOPBACK[1] else address if is_loopback(address) else ""
     for family in families:  # IPv6 first, which takes IPv4's connections too
         try:
             listener = socket.create_server(

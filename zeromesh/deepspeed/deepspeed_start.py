@@ -92,7 +92,9 @@ def initialize(
     # The engine's ``step`` takes its metric in ``lr_kwargs``, and Lightning steps it without the engine.
     plateau = lr_scheduler if isinstance(lr_scheduler, ReduceLROnPlateau) else None
     model = _release(model)  # not before the configuration is known to be right
-    _align_local_rank(args)
+    launched = Environment.detect()
+    if launched.placed:
+        _align_local_rank(args, launched)
     chosen = Arguments(
         model,
         document,
@@ -105,7 +107,13 @@ def initialize(
         None,
         data_seed(asked),
     )
-    start = partial(init_distributed, distributed_port=distributed_port, dist_init_required=dist_init_required)
+
+    def start() -> Environment:
+        started = init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+        if not launched.placed:
+            _align_local_rank(args, started)
+        return started
+
     users = optimizer is not None
     make_engine = partial(make, document=written, mpu=mpu, users_optimizer=users, plateau=plateau)
     engine, *others = build.run_steps(chosen, start, kind=make_engine)
@@ -114,11 +122,11 @@ def initialize(
     return engine, *others[:2], engine.lr_scheduler
 
 
-def _align_local_rank(args: Any) -> None:
+def _align_local_rank(args: Any, environment: Environment) -> None:
     """Let the script's ``args.local_rank`` be this process's place on its node; AssertionError if it is another."""
     if not hasattr(args, "local_rank"):
         return
-    place = Environment.detect().local_rank
+    place = environment.local_rank
     if args.local_rank is not None and (not isinstance(args.local_rank, int) or args.local_rank not in (-1, place)):
         raise AssertionError(
             f"args.local_rank is {args.local_rank!r}, but this process is number {place} of its node; leave it out, or "

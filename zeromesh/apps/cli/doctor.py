@@ -125,9 +125,8 @@ def _of_all_ranks(
     try:
         environment = init_distributed(environment=environment, start_timeout=waits)
         device = device_of_group(environment)
-        said = [
-            json.loads(text) for text in texts(world_group(device), json.dumps([local_facts, environment.node_rank]))
-        ]
+        mine = [local_facts if environment.local_rank == 0 else None, environment.node_rank]
+        said = [json.loads(text) for text in texts(world_group(device), json.dumps(mine))]
         node_of = [node for _, node in said]
         more: dict[str, Any] = {"links": _links(environment, device, node_of)}
         if disk is not None:

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
 
-from zeromesh.apps.launch.launch import default_ranks, python_rank, threads
+from zeromesh.apps.launch.launch import available_cores, default_ranks, python_rank, threads
 from zeromesh.base.words import counted
+from zeromesh.comm.detect import Environment
+from zeromesh.comm.launchers import find, names_of
 
 DROP_IN = "zeromesh.deepspeed"  # module that runs a script in which it is deepspeed
-PASS_LOCAL_RANK = "--pass-local-rank"  # its argument, by which it does as DeepSpeed's launcher
+
+# Options of DeepSpeed's launcher that reach other nodes, and what does the same here, on each node.
+ELSEWHERE = {
+    "--include": "CUDA_VISIBLE_DEVICES=0,1 for devices of this node; start zeromesh launch on the nodes that you mean",
+    "--exclude": "CUDA_VISIBLE_DEVICES=0,1 for devices of this node; start zeromesh launch on the nodes that you mean",
+    "--hostfile": "zeromesh launch --nnodes N --node-rank R --master HOST:PORT on each host, with srun or ssh",
+}
+
 DEFAULT_RESTARTS = 3  # where nodes may come and go, since each that goes costs one
 
 
@@ -26,7 +36,7 @@ class LaunchOptions:
     """Number and place of ranks, as given; see ``zeromesh launch --help``."""
 
     ranks: int | None  # on each node; None for one per accelerator
-    nodes: str  # COUNT or LEAST:MOST
+    nodes: str | None  # COUNT or LEAST:MOST; None for 1
     node_rank: int | None
     master: str | None
     restarts: int | None
@@ -50,12 +60,13 @@ def rank_command(
     if is_command and shutil.which(name) is None:
         raise ValueError(f"{name!r} is no program that can be run; see its path, and that it is executable")
     if as_deepspeed:
-        return python_rank("module", DROP_IN, [PASS_LOCAL_RANK, *(["-m"] if is_module else []), name, *arguments])
+        return python_rank("module", DROP_IN, [*(["-m"] if is_module else []), name, *arguments])
     return python_rank("program" if is_command else "module" if is_module else "script", name, arguments)
 
 
 def launch(command: Sequence[str], options: LaunchOptions) -> None:
     """Run a command as the ranks of this node, and wait for them; raise ValueError if options contradict each other."""
+    options = with_defaults(options, os.environ)
     least, most = _node_counts(options)
     master = _master(options, most)
     restarts = (DEFAULT_RESTARTS if least < most else 0) if options.restarts is None else options.restarts
@@ -79,6 +90,77 @@ def launch(command: Sequence[str], options: LaunchOptions) -> None:
         run(command, plan, Path(folder), report)
 
 
+def master_of(master: str | None, address: str | None, port: int | None) -> str | None:
+    """Return HOST:PORT of --master, or of the two options in which DeepSpeed's launcher and torchrun have it."""
+    if address is None:
+        return master  # DeepSpeed's --master_port alone is that of one node, which needs none here
+    if master is not None:
+        raise ValueError(f"--master is {master!r} and --master_addr is {address!r}; leave one of them out")
+    return f"{address}:{29500 if port is None else port}"
+
+
+def refuse_elsewhere(options: Mapping[str, str | None]) -> None:
+    """Raise ValueError for options of DeepSpeed's launcher that zeromesh launch, which starts this node only, lacks."""
+    for name, text in options.items():
+        if text is not None:
+            raise ValueError(f"{name} {text}: zeromesh launch starts ranks on this node only; use {ELSEWHERE[name]}")
+
+
+def with_defaults(options: LaunchOptions, env: Mapping[str, str]) -> LaunchOptions:
+    """Return the options, with those that were not given as the variables say.
+
+    PET_*, which torchrun reads and Kubeflow sets, come first; else a launcher that has started one process on each
+    node. Raise ValueError if it has started several, each of which would start ranks.
+    """
+    nodes = options.nodes or env.get("PET_NNODES")
+    master, node_rank = env.get("PET_RDZV_ENDPOINT"), env.get("PET_NODE_RANK")
+    if env.get("PET_MASTER_ADDR"):
+        master = f"{env['PET_MASTER_ADDR']}:{env.get('PET_MASTER_PORT') or 29500}"
+    others = {name: text for name, text in env.items() if not name.startswith("PET_")}
+    if nodes is None and find(others) is not None:
+        try:
+            environment = Environment.detect(others)
+        except ValueError:
+            environment = Environment()  # the ranks get variables of their own, so these may be incomplete
+        if environment.world_size > 1:
+            if environment.local_world_size > 1:
+                command = names_of(environment.launcher).command
+                raise ValueError(
+                    f"{command} has started {environment.local_world_size} processes on this node, and each would "
+                    "start ranks; start one on each node (srun --ntasks-per-node 1), or the script itself in place of "
+                    "zeromesh launch; with --nnodes 1 each is a run of its own"
+                )
+            nodes, node_rank = str(environment.world_size), str(environment.rank)
+            if environment.master_address:
+                master = f"{environment.master_address}:{environment.master_port}"
+    if nodes in (None, "1"):  # where the user has said --nnodes 1, the other nodes are other runs
+        master = node_rank = None
+    restarts = _count("PET_MAX_RESTARTS", env.get("PET_MAX_RESTARTS"))
+    return replace(
+        options,
+        nodes=nodes,
+        ranks=_ranks_of(env.get("PET_NPROC_PER_NODE")) if options.ranks is None else options.ranks,
+        node_rank=_count("PET_NODE_RANK", node_rank) if options.node_rank is None else options.node_rank,
+        master=options.master or master,
+        restarts=restarts if options.restarts is None else options.restarts,
+    )
+
+
+def _ranks_of(text: str | None) -> int | None:
+    """Return the ranks of a node that PET_NPROC_PER_NODE says; None for one per accelerator."""
+    if text in ("auto", "gpu"):
+        return None
+    return available_cores() if text == "cpu" else _count("PET_NPROC_PER_NODE", text)
+
+
+def _count(name: str, text: str | None) -> int | None:
+    if not text:
+        return None
+    if not text.isdecimal():
+        raise ValueError(f"{name} is {text!r}, but must be a whole number; set it, or the option of zeromesh launch")
+    return int(text)
+
+
 def report(text: str) -> None:
     """Show a line about the launch itself."""
     typer.echo(f"zeromesh launch: {text}", err=True)
@@ -86,7 +168,7 @@ def report(text: str) -> None:
 
 def _node_counts(options: LaunchOptions) -> tuple[int, int]:
     """Return the least and the most nodes."""
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", options.nodes)
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", options.nodes or "1")
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= least <= most:
         raise ValueError(

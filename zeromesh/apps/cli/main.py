@@ -182,14 +182,26 @@ def launch(
     nproc: Annotated[
         int | None,
         typer.Option(
-            "--nproc", "-np", metavar="N", help="Ranks per node; one for each accelerator, else 1, if left out."
+            *("--nproc", "-np", "--num_gpus", "--nproc-per-node", "--nproc_per_node"),
+            metavar="N",
+            help="Ranks per node; one for each accelerator, else 1, if left out.",
         ),
     ] = None,
     nnodes: Annotated[
-        str, typer.Option(metavar="A[:B]", help="Nodes; A:B lets nodes come and go between A and B.")
-    ] = "1",
+        str | None,
+        typer.Option(
+            *("--nnodes", "--num_nodes"),
+            metavar="A[:B]",
+            help="Nodes; A:B lets nodes come and go between A and B. [default: PET_NNODES, else 1]",
+        ),
+    ] = None,
     node_rank: Annotated[
-        int | None, typer.Option(metavar="R", help="0 on the node of --master; by its host name if left out.")
+        int | None,
+        typer.Option(
+            *("--node-rank", "--node_rank"),
+            metavar="R",
+            help="0 on the node of --master; by its host name if left out.",
+        ),
     ] = None,
     master: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Where several nodes meet: the first one, and a free port.")
@@ -203,17 +215,26 @@ def launch(
         Path | None, typer.Option(help="File with a secret that all nodes share; needed for several.")
     ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")] = False,
-    no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program that is not Python's.")] = False,
+    no_python: Annotated[
+        bool, typer.Option("--no-python", "--no_python", help="SCRIPT is a program that is not Python's.")
+    ] = False,
     as_deepspeed: Annotated[
         bool, typer.Option("--as-deepspeed", help="`import deepspeed` in SCRIPT is ZeroMesh.")
     ] = False,
+    master_addr: Annotated[str | None, typer.Option("--master_addr", "--master-addr", hidden=True)] = None,
+    master_port: Annotated[int | None, typer.Option("--master_port", "--master-port", hidden=True)] = None,
+    include: Annotated[str | None, typer.Option("--include", "-i", hidden=True)] = None,
+    exclude: Annotated[str | None, typer.Option("--exclude", "-e", hidden=True)] = None,
+    hostfile: Annotated[str | None, typer.Option("--hostfile", "-H", hidden=True)] = None,
 ) -> None:
     """Run a script as several ranks, on one node or many."""
     with _errors():
         from zeromesh.apps.cli import launch_command as starting
         from zeromesh.comm.failure import RankFailure
 
+        starting.refuse_elsewhere({"--include": include, "--exclude": exclude, "--hostfile": hostfile})
         command = starting.rank_command(program, arguments or (), module, no_python, as_deepspeed)
+        master = starting.master_of(master, master_addr, master_port)
         options = starting.LaunchOptions(nproc, nnodes, node_rank, master, max_restarts, timeout, secret_file)
         try:
             starting.launch(command, options)

@@ -34,6 +34,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from zeromesh.apps.launch.signed_rendezvous import RUN, signed_rendezvous
 from zeromesh.comm.failure import HASTE, SAVED, SAVED_AND_ENDED, RankFailure, first_failure, grace, handled_signals
 from zeromesh.comm.interface import own_address
+from zeromesh.comm.launchers import ALONE
 from zeromesh.comm.rank import FAILURES, OUTPUT
 from zeromesh.comm.rendezvous import in_background, reach
 from zeromesh.comm.trust import LASTING, TOKEN, sign
@@ -112,7 +113,8 @@ def run(command: Sequence[Any], plan: LaunchPlan, folder: Path, report: Callable
         except elastic.RendezvousTimeoutError:
             raise TimeoutError(
                 f"fewer than {plan.least_nodes} nodes met at {plan.master} in {plan.timeout:.0f} s; start zeromesh "
-                "launch with the same --nnodes and --master on every node, or lower --nnodes"
+                "launch with the same --nnodes, --master and secret on every node, see what it says there, or lower "
+                "--nnodes"
             ) from None
         except elastic.RendezvousStateError:
             raise ConnectionError(
@@ -145,7 +147,9 @@ def _agent(command: Sequence[Any], plan: LaunchPlan, folder: Path, report: Calla
         monitor_interval=0.1,
         local_addr=local,
     )
-    streams = _Output(folder, {**plan.variables, FAILURES: str(folder)}, plan.start_method == "fork", plan.secret)
+    # The ranks of a launch that is alone are several.
+    variables = {**plan.variables, FAILURES: str(folder), ALONE: ""}
+    streams = _Output(folder, variables, plan.start_method == "fork", plan.secret)
     return _Agent(spec, streams, plan.start_method, folder, report)
 
 

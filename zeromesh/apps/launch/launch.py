@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.comm import rank
-from zeromesh.comm.detect import Environment, is_launched
+from zeromesh.comm.detect import Environment
 from zeromesh.comm.failure import RankFailure
 
 __all__ = ["RankFailure", "available_cores", "launch", "python_rank", "threads"]
@@ -62,10 +62,8 @@ def launch(function: Callable[..., Any], ranks: int | None = None, *args: Any) -
         ranks = default_ranks()
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}, but must be at least 1; name the number of processes to start")
-    if is_launched():
-        Environment.detect()  # raises where the launcher's variables are wrong
-        return [function(*args)]
-    if ranks == 1:
+    # Raises where the variables of a launcher are wrong.
+    if Environment.detect().launcher != Environment().launcher or ranks == 1:
         return [function(*args)]
     # torch's elastic library takes a second to import, which a single process need not wait for.
     from zeromesh.apps.launch.agent import LaunchPlan, run

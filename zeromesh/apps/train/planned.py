@@ -47,5 +47,6 @@ def planned(config: Path, overrides: Sequence[str], settings: TrainSettings) -> 
     with cpu_threads(job.run.threads or max(1, torch.get_num_threads() // shared)):
         if not launched:
             return filled_in(settings, asked, example, environment, None)
-        world = world_group(device_of_group(init_distributed()))
+        environment = init_distributed()  # with the ranks of this node, which the launcher may not tell
+        world = world_group(device_of_group(environment))
         return filled_in(settings, asked, example, environment, world)
