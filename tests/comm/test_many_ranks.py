@@ -49,14 +49,15 @@ def counted(world: int, stage: int, blocks: int) -> tuple[int, dict[str, Any]]:
 
 
 def counts(stage: int) -> list[tuple[int, dict[str, Any]]]:
-    """Return the counts of 8 and 1,024 ranks, and of as many with more parameters."""
-    return [counted(8, stage, 3), counted(1024, stage, 3), counted(1024, stage, 12)]
+    """Return the counts of 8 and 1,024 ranks, of as many with more parameters, and of 8 ranks with as many."""
+    return [counted(8, stage, 10), counted(1024, stage, 10), counted(1024, stage, 40), counted(8, stage, 40)]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_step_calls_no_more_functions_among_a_thousand_ranks_than_among_eight(stage: int) -> None:
-    ((few, few_report), (many, many_report), (_, larger_report)), *_ = run_ranks(counts, 1, stage)
+    ((few, few_report), (many, many_report), (_, larger_report), (larger, _)), *_ = run_ranks(counts, 1, stage)
     assert many <= few
+    assert larger <= 4 * few  # nothing is done over all units for each of them
     assert {key: entry["calls"] for key, entry in few_report.items()} == {
         key: entry["calls"] for key, entry in many_report.items()
     }
