@@ -27,6 +27,7 @@ from zeromesh.comm.watchdog import Watchdog
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+SLOTS = 64  # in which sums over more ranks are kept apart, at most
 NARROW = (torch.float16, torch.bfloat16)  # dtypes that are summed in fp32 and rounded once
 
 
@@ -117,6 +118,9 @@ class Group:
         # nccl knows the nodes itself, and has collectives that are faster than messages inside them.
         wanted = hierarchical if self._hosted or hierarchical is not None else False
         self.topology = Topology.of(self._node_of, self.rank, wanted)
+        here = self._node_of[self.rank]
+        self._far_ranks = self.size - self._node_of.count(here)  # ranks on other nodes
+        self._far_mates = 0 if self.topology.across else self._far_ranks  # in one step they are like this node's
         # gloo's own reduce-scatter moves twice what is needed and its all-gather runs far below the speed of the link.
         # Messages to each rank of exactly what it is owed are posted at once and progress on gloo's own thread, which
         # is what overlaps them with compute.
@@ -128,11 +132,18 @@ class Group:
         adds = carrier is not None and carrier.complete and not (self.topology.across or self._through_host)
         self._adder = carrier if adds else None
         self.sums = SumPlace.MEMORY if adds else SumPlace.MESSAGES if self._point_to_point else SumPlace.COLLECTIVE
+        self.ranks_per_slot = -(-self.size // SLOTS)
+        self.slots = -(-self.size // self.ranks_per_slot)
         self._second_steps = SecondSteps(torch.device("cpu") if self._hosted else device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         """Return this group itself: a copied model communicates over the same ranks."""
         return self
+
+    @property
+    def slot(self) -> int:
+        """Index of this rank's slot in sums that keep ranks apart; up to ``SLOTS`` ranks have one each."""
+        return self.rank // self.ranks_per_slot
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which values of ``dtype`` are summed over the ranks, so that they are rounded once."""
@@ -153,13 +164,13 @@ class Group:
             tag: distinguishes collectives that are under way at the same time.
             form: compression of shards between nodes; all ranks, this one too, then have the decoded values.
         """
-        mine = full.chunk(self.size)[self.rank]
+        mine = self._own_segment(full)
         if mine.data_ptr() != shard.data_ptr():
             mine.copy_(shard)
         if self.size == 1:
             return Pending()
         if not self._point_to_point:
-            self._count("all_gather", dict.fromkeys(self._others(), mine.nbytes))
+            self._count_to_all("all_gather", mine.nbytes)
             # c10d's stream waits for the current stream here, on which every reader of ``full`` was launched, and
             # the current stream waits for c10d's in ``wait``: the buffer is not written before it is free.
             work = all_gather(full, mine, group=self.process_group, async_op=True)
@@ -167,7 +178,7 @@ class Group:
         if not self._through_host:
             return self._pending("all_gather", tag, self._gather(full.chunk(self.size), tag, form), full.nbytes)
         host = torch.empty_like(full, device="cpu")
-        host.chunk(self.size)[self.rank].copy_(mine)
+        self._own_segment(host).copy_(mine)
         works = self._gather(host.chunk(self.size), tag, form)
         return self._pending("all_gather", tag, works, full.nbytes, lambda: copy(full, host))
 
@@ -184,9 +195,7 @@ class Group:
             form.decode(message, mine)
             self._traffic.add_error("all_gather", self.axis, true, mine)
             landings = {peer: torch.empty_like(message) for peer in landings}
-        far = dict.fromkeys(landings, message.nbytes)
-        near = {peer: mine.nbytes * len(topology.nodes) for _, peer in topology.mates}
-        self._count("all_gather", far | near)
+        self._count_steps("all_gather", mine.nbytes * len(topology.nodes), message.nbytes)
         crossing = self._post(landings.items(), [(peer, message) for peer in landings], tag)
         sharing = self._post(
             [(peer, shards[peer]) for _, peer in reversed(topology.mates)], [(p, mine) for _, p in topology.mates], tag
@@ -233,18 +242,19 @@ class Group:
             tag: as in ``all_gather``.
             form: compression of sums between nodes.
         """
-        mine = full.chunk(self.size)[self.rank]
+        mine = self._own_segment(full)
         if self.size == 1:
             return Pending(then=lambda: accumulate([mine], out, add))
         if not self._point_to_point:
-            self._count("reduce_scatter", dict.fromkeys(self._others(), mine.nbytes))
+            self._count_to_all("reduce_scatter", mine.nbytes)
             # As in all_gather: c10d orders its stream after the current one here, and before it in ``wait``.
             work = reduce_scatter(received, full, group=self.process_group, async_op=True)
             add_up = partial(accumulate, [received], out, add)
             return self._pending("reduce_scatter", tag, [work], full.nbytes, add_up)
         if self._adder is not None and (summing := self._adder.add_up(mine, out, add, tag)) is not None:
-            self._count("reduce_scatter", dict.fromkeys(self._others(), mine.nbytes))
-            sends = self._post([], [(peer, full.chunk(self.size)[peer]) for peer in self._others()], tag)
+            self._count_to_all("reduce_scatter", mine.nbytes)
+            segments = full.chunk(self.size)
+            sends = self._post([], [(peer, segments[peer]) for peer in self._others()], tag)
             # The sum first: where a rank has ended, others read no more of what is sent to them for their sums.
             return self._pending("reduce_scatter", tag, [summing, *sends], full.nbytes)
         if self._adder is not None:  # of a dtype that has no sums there
@@ -275,10 +285,7 @@ class Group:
             tag,
         )
         bytes_across = form.bytes_for(mine.numel()) if form is not None else mine.nbytes
-        self._count(
-            "reduce_scatter",
-            {peer: mine.nbytes * count for _, peer in topology.mates} | {p: bytes_across for _, p in topology.across},
-        )
+        self._count_steps("reduce_scatter", mine.nbytes * count, bytes_across)
         nodes, place = topology.nodes, topology.place
         by_node = {  # the parts of this node's ranks for the partner on each node, in their order
             node: [near[p][node] if p in near else shards[nodes[node][place]] for p in range(len(nodes[topology.node]))]
@@ -328,11 +335,21 @@ class Group:
         # By distance, so that not all ranks send to the same one first.
         return [(self.rank + distance) % self.size for distance in range(1, self.size)]
 
-    def _count(self, collective: str, sent: dict[int, int]) -> None:
+    def _own_segment(self, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's segment of a tensor of shape ``(size * n,)``."""
+        elements = full.numel() // self.size
+        return full.narrow(0, self.rank * elements, elements)
+
+    def _count_to_all(self, collective: str, nbytes: int) -> None:
         """Count one collective in which this rank sends so many bytes to each of the others."""
-        here = self._node_of[self.rank]
-        across = sum(count for peer, count in sent.items() if self._node_of[peer] != here)
-        self._traffic.add(collective, self.axis, sum(sent.values()), across)
+        self._traffic.add(collective, self.axis, nbytes * (self.size - 1), nbytes * self._far_ranks)
+
+    def _count_steps(self, collective: str, near: int, far: int) -> None:
+        """Count one collective that sends ``near`` bytes to each rank of this node, and ``far`` to each partner."""
+        across = far * len(self.topology.across)
+        self._traffic.add(
+            collective, self.axis, near * len(self.topology.mates) + across, near * self._far_mates + across
+        )
 
     def _post(
         self, receives: Iterable[tuple[int, torch.Tensor]], sends: Iterable[tuple[int, torch.Tensor]], tag: int
@@ -367,7 +384,7 @@ class Group:
         if self.size == 1:
             return rows.cpu()
         others = self._others()
-        self._count("exchange", dict.fromkeys(others, vector.nbytes))
+        self._count_to_all("exchange", vector.nbytes)
         if self._hosted:
             sends = [(peer, rows[self.rank]) for peer in others]
             works = self._post([(peer, rows[peer]) for peer in reversed(others)], sends, tag)
@@ -375,6 +392,72 @@ class Group:
         else:
             all_gather(rows, rows[self.rank].clone(), group=self.process_group)
         return rows.cpu()
+
+    def reduce(
+        self, largest: torch.Tensor, sums: torch.Tensor | None = None, tag: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the elementwise largest and the sums of all ranks' vectors, on the host: the same bits on every rank.
+
+        A rank sends its vectors once in each of log2(size) rounds, or as the backend reduces them.
+
+        Args:
+            largest: 1-D, without NaN.
+            sums: 1-D, of the same dtype; None for none.
+            tag: as in ``all_gather``.
+        """
+        row = largest.clone() if sums is None else torch.cat([largest, sums])
+        parts = row[: largest.numel()], row[largest.numel() :]
+        if self.size == 1:
+            return parts
+        if self._hosted:
+            self._reduce_in_rounds(row, *parts, tag)
+            return parts
+        row = row.to(self.device)
+        parts = row[: largest.numel()], row[largest.numel() :]
+        sent = 2 * row.nbytes * (self.size - 1) // self.size
+        self._traffic.add("exchange", self.axis, sent, sent if self._far_ranks else 0)
+        operations = dist.ReduceOp.MAX, dist.ReduceOp.SUM
+        for part, operation in zip(parts, operations, strict=True):
+            if part.numel():
+                dist.all_reduce(part, operation, group=self.process_group)
+        row = row.cpu()
+        return row[: largest.numel()], row[largest.numel() :]
+
+    def _reduce_in_rounds(self, row: torch.Tensor, largest: torch.Tensor, sums: torch.Tensor, tag: int) -> None:
+        """Reduce ``row``, which consists of ``largest`` and ``sums``, in place, by recursive doubling."""
+        # In each round two ranks exchange what they have so far, so that both have the same bits of a sum afterwards.
+        power = 1 << (self.size.bit_length() - 1)  # ranks beyond the largest power of two tell one before it first
+        other = torch.empty_like(row)
+        other_largest, other_sums = other[: largest.numel()], other[largest.numel() :]
+        folded = self.rank + power if self.rank < self.size - power else None
+        sent: list[int] = []
+
+        def message(to: int | None, source: int | None) -> None:
+            sends, receives = [] if to is None else [(to, row)], [] if source is None else [(source, other)]
+            sent.extend(peer for peer, _ in sends)
+            self._pending("exchange", tag, self._post(receives, sends, tag), row.nbytes).wait()
+
+        def combine() -> None:
+            torch.maximum(largest, other_largest, out=largest)
+            sums.add_(other_sums)
+
+        if self.rank >= power:
+            message(self.rank - power, None)
+            message(None, self.rank - power)
+            row.copy_(other)
+        else:
+            if folded is not None:
+                message(None, folded)
+                combine()
+            for bit in range(power.bit_length() - 1):
+                peer = self.rank ^ (1 << bit)
+                message(peer, peer)
+                combine()
+            if folded is not None:
+                message(folded, None)
+        here = self._node_of[self.rank]
+        across = sum(self._node_of[peer] != here for peer in sent)
+        self._traffic.add("exchange", self.axis, row.nbytes * len(sent), row.nbytes * across)
 
     def send_and_receive(
         self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], tag: int, what: str
@@ -387,7 +470,9 @@ class Group:
             tag: as in ``all_gather``.
             what: name of the collective that these messages are part of, for accounting and messages.
         """
-        self._count(what, {peer: tensor.nbytes for peer, tensor in sends.items()})
+        here = self._node_of[self.rank]
+        across = sum(tensor.nbytes for peer, tensor in sends.items() if self._node_of[peer] != here)
+        self._traffic.add(what, self.axis, sum(tensor.nbytes for tensor in sends.values()), across)
         landings, sources = dict(receives), dict(sends)
         if self._through_host:
             landings = {peer: torch.empty_like(tensor, device="cpu") for peer, tensor in receives.items()}
@@ -407,7 +492,7 @@ class Group:
         if self.size == 1 or tensor.numel() == 0:
             return
         if self.rank == root:
-            self._count("broadcast", dict.fromkeys(self._others(), tensor.nbytes))
+            self._count_to_all("broadcast", tensor.nbytes)
         source = dist.get_global_rank(self.process_group, root)
         work = dist.broadcast(tensor, source, group=self.process_group, async_op=True)
         Pending(f"broadcast over the axis {self.axis}", [work], None, self._watchdog, tensor.nbytes).wait()
@@ -424,7 +509,7 @@ class Group:
         if tensor.numel() % self.size:
             full = tensor.new_zeros(-(-tensor.numel() // self.size) * self.size)
             full[: tensor.numel()] = tensor
-        shard = full.chunk(self.size)[self.rank]
+        shard = self._own_segment(full)
         received = torch.empty(self.receive_elements(shard.numel()), dtype=full.dtype, device=full.device)
         wide = self.sum_dtype(full.dtype)
         total = shard if wide == full.dtype else torch.empty_like(shard, dtype=wide)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
@@ -18,6 +18,7 @@ import torch
 
 from zeromesh.base.kernels.measure import best_seconds, copy_speed, synchronize
 from zeromesh.comm.agreement import agree_run
+from zeromesh.comm.medians import medians_of_others
 from zeromesh.comm.mesh import Mesh
 
 SLOW = 0.5  # of what is usual
@@ -151,7 +152,7 @@ class Health:
         yield FLOPS, {f"rank {rank}'s processor": row[0] for rank, row in enumerate(rows)}
         yield BYTES, {f"rank {rank}'s memory": row[2] for rank, row in enumerate(rows)}
         node_of = self._mesh.node_of
-        even = len({node_of.count(node) for node in node_of}) == 1
+        even = len({*Counter(node_of).values()}) == 1
         near: dict[str, float] = {}
         far: defaultdict[int, dict[str, float]] = defaultdict(dict)
         for number, (before, after, speed) in enumerate(self._by_link(rows)):
@@ -166,12 +167,11 @@ class Health:
     def _slow(self, step: int, rows: list[list[float]]) -> Iterator[Slow]:
         """Yield what is below a part of its own median so far, or of that of its kind now."""
         for unit, things in self._things(rows):
-            for name, value in things.items():
-                past, others = self._past[name], [speed for other, speed in things.items() if other != name]
-                usual = max(
-                    median(past) if len(past) >= LEAST_CHECKS else 0.0,
-                    median(others) if len(others) >= LEAST_OTHERS else 0.0,
-                )
+            compared = len(things) > LEAST_OTHERS
+            medians = medians_of_others([*things.values()]) if compared else [0.0] * len(things)
+            for (name, value), of_others in zip(things.items(), medians, strict=True):
+                past = self._past[name]
+                usual = max(median(past) if len(past) >= LEAST_CHECKS else 0.0, of_others)
                 if value < SLOW * usual:
                     yield Slow(name, self._since.get(name, step), value, usual, unit)
 
@@ -200,5 +200,5 @@ def _strides(node_of: list[int]) -> list[int]:
     size = len(node_of)
     if size == 1:
         return []
-    per_node = max(node_of.count(node) for node in set(node_of))
+    per_node = max(Counter(node_of).values())
     return [1] if per_node in (1, size) else [1, per_node]

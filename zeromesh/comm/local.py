@@ -17,6 +17,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -115,11 +116,12 @@ class Transport:
             add: add the sum, when it is whole, to what ``out`` holds.
         """
         assert part.shape == out.shape, (part.shape, out.shape)
-        message = self._message([part, out], f"the sum of messages from ranks {', '.join(map(str, ranks))}")
+        numbers, what = _numbers(tuple(ranks))
+        message = self._message([part, out], what)
         error = self._native.zeromesh_link_sum(
             self._link,
             self._instructions,
-            (ctypes.c_int32 * len(ranks))(*ranks),
+            numbers,
             len(ranks),
             place,
             key,
@@ -196,6 +198,8 @@ class LocalGroup:
         self._ranks = dist.get_process_group_ranks(group)
         # All ranks know a group by the same name; messages of different groups are not taken for each other.
         self._space = zlib.crc32(group.group_name.encode()) << 32
+        self._place = self._ranks.index(dist.get_rank())
+        self._others = (*self._ranks[: self._place], *self._ranks[self._place + 1 :])
 
     @classmethod
     def of(cls, transport: Transport, group: Any) -> LocalGroup | None:
@@ -224,15 +228,19 @@ class LocalGroup:
         """
         if part.dtype not in SUMMED or out.dtype not in SUMMED:
             return None
-        place = self._ranks.index(dist.get_rank())
-        others = [*self._ranks[:place], *self._ranks[place + 1 :]]
-        return self._transport.add_up(others, place, self._space | tag, part, out, add)
+        return self._transport.add_up(self._others, self._place, self._space | tag, part, out, add)
 
     def _post(self, sends: bool, peer: int, tensor: torch.Tensor, tag: int) -> Any:
         rank = self._ranks[peer]
         if rank in self._transport.ranks:
             return self._transport.post(sends, rank, self._space | tag, tensor)
         return self._group.send([tensor], peer, tag) if sends else self._group.recv([tensor], peer, tag)
+
+
+@lru_cache(maxsize=64)
+def _numbers(ranks: tuple[int, ...]) -> tuple[Any, str]:
+    """Return ranks as the native library takes them, and the name of the sum of their messages."""
+    return (ctypes.c_int32 * len(ranks))(*ranks), f"the sum of messages from ranks {', '.join(map(str, ranks))}"
 
 
 def transport(required: bool) -> Transport:

@@ -6,8 +6,9 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from itertools import chain
 
+from zeromesh.comm.medians import medians_of_others
 from zeromesh.comm.mesh import Mesh
 
 RATIO = 2.0  # times the others' median from which on a rank is named
@@ -28,11 +29,20 @@ class Busy:
 
 
 class Stragglers:
-    """Comparison of the time that ranks compute between updates; warns of a slow one, once per ``INTERVAL``."""
+    """Comparison of the time that ranks compute between updates; warns of a slow one, once per ``INTERVAL``.
 
-    def __init__(self, mesh: Mesh, clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        mesh: the ranks.
+        clock: returns seconds.
+        turns: ranks that take turns in telling their seconds, one of them in each update.
+    """
+
+    def __init__(self, mesh: Mesh, clock: Callable[[], float] = time.monotonic, turns: int = 1) -> None:
         self._mesh = mesh
         self._clock = clock
+        self._turns, self._turn = turns, 0
+        self._since: list[tuple[float, float]] = []  # of each update since this rank's last turn
+        self._told: list[tuple[Sequence[float], Sequence[float]]] = []  # in each turn, by slot
         self._mark: tuple[float, float] | None = None  # time, and seconds waited, at the last call of ``busy``
         self._began = clock()
         self._updates = 0
@@ -64,44 +74,59 @@ class Stragglers:
         since, in_update = (max(0.0, now - at - (waited - then)) for at, then in (before, begun or before))
         return since, in_update
 
+    def tell(self) -> tuple[float, float]:
+        """Return ``busy()`` summed over the updates since this rank's last turn; 0 in the turns of others."""
+        self._since.append(self.busy())
+        if self._mesh.rank % self._turns != self._turn:
+            return 0.0, 0.0
+        since, self._since = self._since, []
+        measured = all(busy > 0.0 for busy, _ in since)
+        return (sum(busy for busy, _ in since), sum(work for _, work in since)) if measured else (0.0, 0.0)
+
+    def hear(self, busy: Sequence[float], work: Sequence[float]) -> None:
+        """Take what the ranks have told in this update, by slot; compare all ranks after the last turn."""
+        self._turn = (self._turn + 1) % self._turns
+        if self._mesh.rank:
+            return
+        self._told.append((busy, work))
+        if self._turn == 0:
+            columns = [[*chain.from_iterable(zip(*turns, strict=True))] for turns in zip(*self._told, strict=True)]
+            self._told.clear()
+            self.compare(*(column[: self._mesh.world_size] for column in columns))
+
     def compare(self, busy: Sequence[float], work: Sequence[float]) -> None:
-        """Take each rank's seconds since the last update and in this one; warn on the first rank if that is due."""
+        """Take each rank's seconds since the last comparison and of them in updates; warn on the first rank if due."""
         if self._mesh.rank or not all(seconds > 0.0 for seconds in busy):
             return
         # Ranks at other places of a pipeline are not compared, as stages may differ.
         columns = [*zip(*self._mesh.lines("pipeline"), strict=True)]
         self._take_in(columns, work)
-        self._updates += 1
+        self._updates += self._turns
         self._busy = [before + seconds for before, seconds in zip(self._busy, busy, strict=True)]
         if self._updates < LEAST_UPDATES or self._clock() - self._began < INTERVAL:
             return
-        for ranks in columns:
-            for rank in ranks:
-                others = [self._busy[other] for other in ranks if other != rank]
-                usual = median(others) if others else 0.0
-                if usual and self._busy[rank] >= RATIO * usual:
-                    _log.warning(
-                        "rank %d computed %.1f times as long as the others in the last %d updates (%.3g s instead of "
-                        "%.3g s each), and all wait for it; look for other programs, heat or slow memory on its "
-                        "machine, or for a data loader that is slow there",
-                        rank,
-                        self._busy[rank] / usual,
-                        self._updates,
-                        self._busy[rank] / self._updates,
-                        usual / self._updates,
-                    )
+        for rank, usual in enumerate(_usual(columns, self._busy)):
+            if usual and self._busy[rank] >= RATIO * usual:
+                _log.warning(
+                    "rank %d computed %.1f times as long as the others in the last %d updates (%.3g s instead of "
+                    "%.3g s each), and all wait for it; look for other programs, heat or slow memory on its "
+                    "machine, or for a data loader that is slow there",
+                    rank,
+                    self._busy[rank] / usual,
+                    self._updates,
+                    self._busy[rank] / self._updates,
+                    usual / self._updates,
+                )
         self._began, self._updates, self._busy = self._clock(), 0, [0.0] * len(self._busy)
 
     def _take_in(self, columns: Sequence[Sequence[int]], work: Sequence[float]) -> None:
-        taken, usual = self._taken, [0.0] * len(work)
-        for rank, beside in ((rank, ranks) for ranks in columns for rank in ranks if len(ranks) > 1):
-            usual[rank] = median(work[other] for other in beside if other != rank)
+        taken, usual = self._taken, _usual(columns, work)
         late = max(
             seconds - usual_seconds if usual_seconds else 0.0
             for seconds, usual_seconds in zip(work, usual, strict=True)
         )
         self._taken = Busy(
-            taken.updates + 1,
+            taken.updates + self._turns,
             [*map(sum, zip(taken.seconds, work, strict=True))],
             [*map(sum, zip(taken.usual, usual, strict=True))],
             taken.idle + max(0.0, late),
@@ -111,3 +136,12 @@ class Stragglers:
         """Return the work since the last call; None where it is not known, and on all ranks but the first."""
         taken, self._taken = self._taken, self._nothing
         return taken if taken.updates else None
+
+
+def _usual(columns: Sequence[Sequence[int]], seconds: Sequence[float]) -> list[float]:
+    """Return for each rank the median of the others in its column; 0 where there is none."""
+    usual = [0.0] * len(seconds)
+    for ranks in columns:
+        for rank, median in zip(ranks, medians_of_others([seconds[rank] for rank in ranks]), strict=True):
+            usual[rank] = median
+    return usual

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Topology:
         node = names.index(node_of[rank])
         return cls(nodes, node, nodes[node].index(rank))
 
-    @property
+    @cached_property
     def across(self) -> list[tuple[int, int]]:
         """Pairs (node, this rank's partner there) for all other nodes, in the order of their distance."""
         count = len(self.nodes)
@@ -47,7 +48,7 @@ class Topology:
         others = [(self.node + distance) % count for distance in range(1, count)]
         return [(node, self.nodes[node][self.place]) for node in others]
 
-    @property
+    @cached_property
     def mates(self) -> list[tuple[int, int]]:
         """Pairs (place, group rank) of the other ranks of this node, in the order of their distance."""
         node_ranks = self.nodes[self.node]

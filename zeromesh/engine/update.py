@@ -6,11 +6,10 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial, reduce
+from functools import partial
 from itertools import chain
-from math import isfinite
-from operator import or_
-from typing import TYPE_CHECKING
+from math import inf, isfinite
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -38,6 +37,21 @@ SAME_LOSS, SAME_LOSS_16_BIT = 1e-5, 1e-3  # relative tolerance between losses of
 
 # Updates in a row that may be skipped for gradients that are not finite, where no loss scale explains them.
 MOST_SKIPPED = 10
+
+
+MOST_LOSSES = 1 << 24  # micro-batches of an update, so that a float64 holds a rank and one of them
+ASKED_BITS = 53  # of numbers that ``ask`` is given
+
+
+class Notes(NamedTuple):
+    """Notes of a rank, of which the largest of all ranks count."""
+
+    first_bad: float  # negative number of the first loss that is not finite, counted over ranks; -inf: all are
+    asks: float  # 1 if the rank was asked something, else 0
+    save_failed: float  # 1 if an asynchronous save of its has failed
+    differs: float  # 1 if losses or inputs of ranks that share its batch differ
+    most_samples: float  # of its forwards on average; -inf: not known
+    fewest_samples: float  # the same, negative
 
 
 class Update:
@@ -69,7 +83,9 @@ class Update:
         self._holds_pieces = shards or self._mesh.sizes["tensor"] > 1 or sharded.updates_on_host
         self._asked, self._skipped_in_a_row = 0, 0
         self._save_failed, self._told_uneven = save_failed, False
-        self.stragglers = Stragglers(self._mesh)  # comparison of the ranks' work between updates
+        self._sharing = [axis for axis, role in AXES.items() if role.same_loss and self._mesh.sizes[axis] > 1]
+        turns = self._mesh.group("world").ranks_per_slot
+        self.stragglers = Stragglers(self._mesh, turns=turns)  # comparison of the ranks' work between updates
         answer(optimizer, self.loss_scale, overflow=False)
         if optimizer is not None:  # by a weak reference: the hook lives as long as the model, the engine may not
             sharded.early.ask(partial(_host_steps, weakref.ref(self)))
@@ -98,18 +114,26 @@ class Update:
 
     def agree(self, number: int) -> Agreement:
         """Complete the gradients of update ``number`` and exchange notes. Collective; raises where ranks disagree."""
-        # One row of notes a rank goes with the gradients' norm, and all come to the same decision from it.
-        agreement = self._sharded.complete(self._notes())
+        # Notes of all ranks are reduced with the gradients' norm, and all come to the same decision from them.
+        asked, self._asked = self._asked, 0  # at once: a signal that comes while ranks agree is for the next update
+        losses, inputs, samples = self._accumulation.noted()
+        largest, sums = self._notes(losses, inputs, samples, asked)
+        agreement = self._sharded.complete(largest, sums)
         # Before the checks: after an error the next micro-batch begins a new update.
         self._accumulation.restart()
-        self.asked = reduce(or_, map(int, agreement.notes[:, 4].tolist()))
-        self.stragglers.compare(agreement.notes[:, 5].tolist(), agreement.notes[:, 7].tolist())
-        self.save_failed = bool(agreement.notes[:, 6].any())
-        self._require_same_losses(agreement)
+        notes = Notes(*agreement.largest)
+        self.asked = self._all_asked(asked) if notes.asks else 0
+        self.stragglers.hear(*agreement.sums[:, 2:].T.tolist())
+        self.save_failed = bool(notes.save_failed)
+        if notes.differs:
+            self._require_same_losses(sum(losses), inputs)
         # Sums over ranks do not weigh samples.
-        if not self._told_uneven and self._config.gradient_allreduce_op != "sum":
-            told = self._mesh.rank == 0 and tell_uneven(agreement.notes[:, 8].tolist(), number)
-            self._told_uneven = told
+        uneven = isfinite(notes.most_samples) and notes.most_samples != -notes.fewest_samples
+        if uneven and not self._told_uneven and self._config.gradient_allreduce_op != "sum":
+            every = self._mesh.group("world").exchange(torch.tensor([samples], dtype=torch.float64)).flatten().tolist()
+            self._told_uneven = True
+            if self._mesh.rank == 0:
+                tell_uneven(every, number)
         interval = self._config.replica_check.interval
         if interval is not None and number % interval == 0:
             with span("compare_replicas"):
@@ -181,38 +205,51 @@ class Update:
                         "afterwards what shall be trained later (requires_grad_(False))"
                     )
 
-    def _notes(self) -> list[float]:
-        """Return this rank's notes, one number each.
-
-        They are: bad loss, sum and number of losses, checksum of inputs, number asked, busy time, failed save, work,
-        samples of a forward.
-        """
-        noted = self._accumulation
-        losses: list[float] = torch.stack(noted.losses).tolist() if noted.losses else []
+    def _notes(
+        self, losses: Sequence[float], inputs: float, samples: float, asked: int
+    ) -> tuple[Notes, tuple[float, float, float, float]]:
+        """Return this rank's notes, and what is summed: losses, their number, and its seconds (``Stragglers.tell``)."""
         finite = [isfinite(loss) for loss in losses]
-        inputs = float(torch.stack(noted.inputs).sum()) if noted.inputs else 0.0
-        # 1 + the index of the first micro-batch whose loss is not finite, so that 0 is none.
-        bad = 0.0 if all(finite) else 1.0 + finite.index(False)
-        asked, self._asked = self._asked, 0  # at once: a signal that comes while ranks agree is for the next update
-        (busy, work), failed = self.stragglers.busy(), float(self._save_failed())
-        samples = sum(noted.samples) / max(1, len(noted.samples))
-        return [bad, sum(losses), float(len(losses)), inputs, float(asked), busy, failed, work, samples]
+        bad = -inf if all(finite) else -(self._mesh.rank * MOST_LOSSES + finite.index(False))
+        notes = Notes(
+            first_bad=float(bad),
+            asks=float(asked != 0),
+            save_failed=float(self._save_failed()),
+            differs=float(self._differs_in_batch(sum(losses), inputs)),
+            most_samples=samples if samples > 0 else -inf,
+            fewest_samples=-samples if samples > 0 else -inf,
+        )
+        return notes, (sum(losses), float(len(losses)), *self.stragglers.tell())
 
-    def _require_same_losses(self, agreement: Agreement) -> None:
-        """Compare losses and inputs of ranks that split one model or one sequence, and so share a batch."""
+    def _all_asked(self, asked: int) -> int:
+        """Return the bits of the numbers that all ranks were asked. Collective."""
+        bits = torch.tensor([asked >> bit & 1 for bit in range(ASKED_BITS)], dtype=torch.uint8)
+        return sum(flag << bit for bit, flag in enumerate(self._mesh.group("world").reduce(bits)[0].tolist()))
+
+    @property
+    def _limit(self) -> float:
+        """Relative tolerance between losses of one batch."""
         precision = self._config.precision
-        limit = SAME_LOSS if precision.compute is None and precision.autocast is None else SAME_LOSS_16_BIT
-        losses, inputs = agreement.notes[:, 1].tolist(), agreement.notes[:, 3].tolist()
-        shared = [axis for axis, role in AXES.items() if role.same_loss and self._mesh.sizes[axis] > 1]
-        for ranks in chain.from_iterable(map(self._mesh.lines, shared)):
-            try:
-                require_same_inputs(ranks, [inputs[rank] for rank in ranks])
-            except ValueError:
-                self._sharded.forget_gradients()
-                raise
+        return SAME_LOSS if precision.compute is None and precision.autocast is None else SAME_LOSS_16_BIT
+
+    def _differs_in_batch(self, loss: float, inputs: float) -> bool:
+        """Return whether losses or inputs differ among the ranks along an axis that share this rank's batch."""
+        row = torch.tensor([loss, -loss, inputs, -inputs], dtype=torch.float64)
+        for group in map(self._mesh.group, self._sharing):
+            high, low, most, least = group.reduce(row)[0].tolist()
+            if most != -least or high + low > self._limit * max(abs(low), abs(high)):
+                return True
+        return False
+
+    def _require_same_losses(self, loss: float, inputs: float) -> None:
+        """Raise, naming the ranks, where those that split one model or one sequence have other losses or inputs."""
+        rows = self._mesh.group("world").exchange(torch.tensor([loss, inputs], dtype=torch.float64))
+        losses, checksums = rows.T.tolist()
+        self._sharded.forget_gradients()
+        for ranks in chain.from_iterable(map(self._mesh.lines, self._sharing)):
+            require_same_inputs(ranks, [checksums[rank] for rank in ranks])
             low, high = (pick(losses[rank] for rank in ranks) for pick in (min, max))
-            if high - low > limit * max(abs(low), abs(high)):
-                self._sharded.forget_gradients()
+            if high - low > self._limit * max(abs(low), abs(high)):
                 listed = ", ".join(f"{losses[rank]:.6g} on rank {rank}" for rank in ranks)
                 raise RuntimeError(
                     f"ranks that share one batch have different losses: {listed}; give them the same samples "
@@ -240,9 +277,9 @@ class Update:
 
     def _must_skip(self, agreement: Agreement, number: int) -> bool:
         """Return whether the gradients cannot be used; the answer is the same on all ranks."""
-        bad, self.spikes.last = agreement.notes[:, 0], None
+        first_bad, self.spikes.last = Notes(*agreement.largest).first_bad, None
         unchecked = not self._config.bf16.check_grad_overflow and self._config.zero_optimization.stage in (1, 2)
-        if (not bool(bad.any()) and isfinite(agreement.norm)) or (unchecked and self._config.bf16.enabled):
+        if (first_bad == -inf and isfinite(agreement.norm)) or (unchecked and self._config.bf16.enabled):
             self._skipped_in_a_row = 0
             if self.scaler is not None:
                 self.scaler.update(False)
@@ -251,9 +288,9 @@ class Update:
         self._skipped_in_a_row += 1
         culprit = self._sharded.first_not_finite()
         self._sharded.forget_gradients()
-        if bool(bad.any()):
-            rank = int(bad.nonzero()[0])
-            lost = f"the loss of micro-batch {int(bad[rank]) - 1} of update {number} is not finite on rank "
+        if first_bad > -inf:
+            rank, micro_batch = divmod(int(-first_bad), MOST_LOSSES)
+            lost = f"the loss of micro-batch {micro_batch} of update {number} is not finite on rank "
             culprit = f"; {lost}{rank}{culprit}"
             if not self._skips_losses:
                 raise FloatingPointError(
@@ -311,7 +348,7 @@ def _sums_narrowly(flat: Flat) -> bool:
 
 def _mean_loss(agreement: Agreement) -> float | None:
     """Return the mean over ranks and micro-batches; None where the user called the backward of the losses."""
-    total, count = agreement.notes[:, 1:3].sum(0).tolist()
+    total, count = agreement.sums[:, :2].sum(0).tolist()
     return total / count if count else None
 
 

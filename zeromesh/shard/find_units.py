@@ -172,9 +172,16 @@ def assign(model: nn.Module, units: Sequence[str]) -> dict[str, list[tuple[str, 
         first.setdefault(id(parameter), (name, parameter))
     owned: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in ("", *units)}
     for key, names in places.items():
-        enclosing = [u for u in units if all(name.startswith(u + ".") for name in names)]
-        owned[max(enclosing, key=len, default="")].append(first[key])
+        enclosing = (outer for outer in prefixes(names[0]) if outer in owned)
+        owner = next((outer for outer in enclosing if all(name.startswith(f"{outer}.") for name in names)), "")
+        owned[owner].append(first[key])
     return owned
+
+
+def prefixes(name: str) -> Iterator[str]:
+    """Yield the names of the modules that enclose what has this name, from the innermost on, without the root's."""
+    while (name := name.rpartition(".")[0]) != "":
+        yield name
 
 
 def check_parameters(model: nn.Module) -> None:
@@ -222,10 +229,11 @@ def check_compiled(model: nn.Module, targets: Sequence[str] = ()) -> None:
     for path, module in model.named_modules():
         # The wrapper that torch.compile gives and a compiled forward leave the hooks of the module itself outside.
         is_compiled_unit = module._compiled_call_impl is not None and path in names
-        inside = [name for name in names if name.startswith(f"{path}.") or not path]
         forward = module.__dict__.get("forward")
-        compiled = module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
-        if (is_compiled_unit or inside) and compiled:
+        if module._compiled_call_impl is None and not hasattr(forward, "_torchdynamo_orig_callable"):
+            continue
+        inside = [name for name in names if name.startswith(f"{path}.") or not path]
+        if is_compiled_unit or inside:
             raise ValueError(
                 f"{path or 'the model'} is compiled and holds the unit {(inside or [path])[0]}; {_PASS_PLAIN}"
             )

@@ -13,7 +13,7 @@ from zeromesh.base.placement import PlacementRow, offloaded_units
 from zeromesh.base.precision import Precision
 from zeromesh.base.split import Held
 from zeromesh.comm.mesh import Mesh
-from zeromesh.shard.find_units import assign, unit_modules
+from zeromesh.shard.find_units import assign, prefixes, unit_modules
 from zeromesh.shard.gradients.gradient import Gradient
 from zeromesh.shard.layout import Layout
 from zeromesh.shard.parameters.flat import Flat
@@ -64,9 +64,11 @@ def make_units(model: nn.Module, targets: Sequence[str], tables: Collection[str]
     """The units of a model, the root first, without parameters yet; see ``unit_modules``. Tables are no units."""
     units = [Unit(0, "", model, None)]
     named_modules = [(name, module) for name, module in unit_modules(model, targets) if name not in tables]
+    by_name = {"": units[0]}
     for index, (name, module) in enumerate(named_modules, start=1):
-        enclosing = [u for u in units if u.name == "" or name.startswith(u.name + ".")]
-        units.append(Unit(index, name, module, max(enclosing, key=lambda u: len(u.name))))
+        parent = by_name[next((outer for outer in prefixes(name) if outer in by_name), "")]
+        by_name[name] = Unit(index, name, module, parent)
+        units.append(by_name[name])
     return units
 
 

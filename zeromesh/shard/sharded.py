@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from math import prod
+from hashlib import blake2b
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -53,7 +55,8 @@ class Agreement:
     """Knowledge that all ranks share after an accumulation boundary."""
 
     norm: float  # global norm of the gradients, as summed, before any division
-    notes: torch.Tensor  # one row per rank, as given to `complete`; float64
+    largest: Sequence[float]  # elementwise, of all ranks
+    sums: torch.Tensor  # of the ranks of each slot; float64, shape (slots, sums)
 
 
 class ShardedModel:
@@ -135,10 +138,6 @@ class ShardedModel:
         self._guards = {unit: Guard(unit, unloaded[unit], gathered) for unit in self.units}
         self._handles = self._listen()
         self.buffers = ModelBuffers(model, mesh)
-        self._most_flags = len(self._flags())
-        if mesh.sizes["pipeline"] > 1:  # stages have parts of the model of different sizes
-            lengths = mesh.group("world").exchange(torch.tensor([self._most_flags]))
-            self._most_flags = int(lengths.max())
         self._counts = _count_elements([flat.layout for flat in self.flats if flat.is_first], mesh)
         if self.sharded:
             for unit in self.units:
@@ -217,38 +216,58 @@ class ShardedModel:
                 pieces |= {id(flat.parameters[index]): piece for index, _, piece in flat.pieces}
         return pieces
 
-    def complete(self, notes: Sequence[float]) -> Agreement:
-        """Finish the reductions at the accumulation boundary, and exchange notes. Collective."""
-        self.reducer.complete()
-        while True:
-            late, flags = late_of(self.reducer), self._flags()
-            flags += [0.0] * (self._most_flags - len(flags))
-            # In float64: float32 cannot tell apart places in the order of use that are as large as `FAR`.
-            vector = torch.tensor([any(late), *notes, *flags], dtype=torch.float64)
-            # One message carries the norm, the notes, and all that ranks have to agree on: gradients that arrived,
-            # also those that were late, buffers that changed, the order of use.
-            with span("norm"):
-                squared = squared_norm(self.reducer.sums, self.mesh).cpu()
-            with span("agree"):
-                rows = self.mesh.group("world").exchange(torch.cat([squared, vector]))
-            squares, are_late, all_notes, all_flags = rows.split([1, 1, len(notes), self._most_flags], dim=1)
-            agreed = iter(all_flags[self.mesh.stage_ranks].amax(0).tolist())
-            late = [bool(next(agreed)) for _ in late]
-            if not bool(are_late.any()):
-                break
-            self.reducer.add_late(late)
-        for gradient in self.reducer.sums:
-            gradient.mark_used([bool(next(agreed)) for _ in gradient.used])
-        self.buffers.share([bool(next(agreed)) for _ in self.buffers.changed()])
-        self._order.agree([next(agreed) for _ in self._order.report()])
-        return Agreement(float(squares.sum().sqrt()), all_notes)
+    def complete(self, largest: Sequence[float], sums: Sequence[float]) -> Agreement:
+        """Finish the reductions at the accumulation boundary, and reduce notes over all ranks. Collective.
 
-    def _flags(self) -> list[float]:
-        """Return notes for ranks that hold the same part of the model; the largest value counts."""
-        late = [float(flag) for flag in late_of(self.reducer)]
-        used = [float(flag) for gradient in self.reducer.sums for flag in gradient.used]
-        changed = [float(flag) for flag in self.buffers.changed()]
-        return [*late, *used, *changed, *self._order.report()]
+        Args:
+            largest: numbers of which the largest of any rank counts, none NaN.
+            sums: numbers that are added up, those of as many neighbouring ranks as share a slot.
+        """
+        self.reducer.complete()
+        world, stages = self.mesh.group("world"), self.mesh.group("pipeline")
+        # One message carries the norm, the notes, and digests of all that ranks of a stage have to agree on: gradients
+        # that arrived, also those that were late, buffers that changed, the order of use. Its length depends on the
+        # number of stages, and not on that of parameters or ranks.
+        while True:
+            late = late_of(self.reducer)
+            used, report = [gradient.used for gradient in self.reducer.sums], self._order.report()
+            changed = self.buffers.changed()
+            flags = b"".join(map(bytes, (late, *used, changed)))
+            digests = _digest(flags), _digest(array("d", report).tobytes())
+            maxima = [float(any(late)), *largest, *[-inf] * (4 * stages.size)]
+            stage = slice(first := 1 + len(largest) + 4 * stages.rank, first + 4)
+            maxima[stage] = [*digests, *(-digest for digest in digests)]
+            slots = torch.zeros(world.slots, 1 + len(sums), dtype=torch.float64)
+            slots[world.slot, 1:] = torch.tensor(sums, dtype=torch.float64)
+            with span("norm"):
+                slots[world.slot, :1] = squared_norm(self.reducer.sums, self.mesh)
+            with span("agree"):
+                reduced, totals = world.reduce(torch.tensor(maxima, dtype=torch.float64), slots.view(-1))
+                maxima, slots = reduced.tolist(), totals.view_as(slots)
+                differ = [high != -low for high, low in zip(maxima[stage][:2], maxima[stage][2:], strict=True)]
+                if differ[0]:
+                    flags = self._reduce_flags(flags)
+                if differ[1]:
+                    report = self.mesh.group("stage").reduce(torch.tensor(report, dtype=torch.float64))[0].tolist()
+            if not maxima[0]:
+                break
+            self.reducer.add_late([bool(flag) for flag in flags[: len(late)]])
+        if differ[0]:
+            agreed = iter(flags[len(late) :])
+            for gradient, flags_here in zip(self.reducer.sums, used, strict=True):
+                gradient.mark_used([bool(next(agreed)) for _ in flags_here])
+            changed = [bool(next(agreed)) for _ in changed]
+        if any(changed):
+            self.buffers.share(changed)
+        self._order.agree(report)
+        return Agreement(float(slots[:, :1].sum().sqrt()), maxima[1 : 1 + len(largest)], slots[:, 1:])
+
+    def _reduce_flags(self, flags: bytes) -> bytes:
+        """Return the flags that some rank of this stage has set. Collective."""
+        if not flags:
+            return flags
+        tensor = torch.frombuffer(bytearray(flags), dtype=torch.uint8)
+        return bytes(self.mesh.group("stage").reduce(tensor)[0].tolist())
 
     def first_not_finite(self) -> str:
         """Name a parameter with a gradient that is not finite on this rank, as the end of a sentence; may be empty."""
@@ -427,6 +446,11 @@ class ShardedModel:
         """Wait for all copies to and from the shards of parameters."""
         for flat in self.flats:
             flat.settle()
+
+
+def _digest(content: bytes) -> float:
+    """Return a whole number of 48 bits, which float64 holds exactly; ranks with the same content have the same."""
+    return float(int.from_bytes(blake2b(content, digest_size=6).digest(), "big"))
 
 
 def _count_elements(layouts: Sequence[Layout], mesh: Mesh) -> list[int]:

@@ -157,6 +157,12 @@ class Accumulation:
         self.unsynced, self.synced = 0, False
         return done
 
+    def noted(self) -> tuple[list[float], float, float]:
+        """Return the losses since the last update, the sum of the inputs' checksums, and the mean number of samples."""
+        losses: list[float] = torch.stack(self.losses).tolist() if self.losses else []
+        inputs = float(torch.stack(self.inputs).sum()) if self.inputs else 0.0
+        return losses, inputs, sum(self.samples) / max(1, len(self.samples))
+
     def restart(self) -> None:
         """Begin with the first micro-batch of an update."""
         self.counted, self.unsynced, self.synced, self.backwards = 0, 0, False, 0

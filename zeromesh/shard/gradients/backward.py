@@ -56,7 +56,8 @@ class Backward:
         self._unwinding, self._end_interrupted = unwinding, end_interrupted  # see `Events`
         self._walks: dict[Pass, Walk] = {}
         self._reached: list[Pass] = []
-        self._begun: list[Unit] = []
+        self._begun: dict[Unit, None] = {}  # in order
+        self._open: dict[Unit, None] = {}  # those of them that are not reduced yet
         self._late: set[Unit] = set()  # the backward of some calls comes after that on other ranks
         self._reduced: set[Unit] = set()
         self._phase = Phase.NONE
@@ -84,7 +85,7 @@ class Backward:
     def weights(self, last: bool) -> Iterator[None]:
         """Around a backward of nothing but weight gradients, for which no parameters are needed."""
         self._phase, self._last, self._reduces = Phase.ENGINE, last, True
-        self._reduced = set()
+        self._reduced, self._open = set(), dict(self._begun)
         self._reducer.begin(last)
         try:
             with self._reducer.resetting():
@@ -101,7 +102,7 @@ class Backward:
         self._phase, self._last, self._reduces = phase, last, reduces
         self._accumulation.begin()
         self._begin_walks(roots)
-        self._begun = []
+        self._begun, self._open = {}, {}
         self._reduced = set()
         self._reducer.begin(last, factor)
 
@@ -277,19 +278,17 @@ class Backward:
     def _backward_event(self, unit: Unit) -> None:
         if self._phase is not Phase.NONE:
             self._reduce_finished(unit)
-            if unit not in self._begun:
-                self._begun.append(unit)
+            self._begun[unit] = self._open[unit] = None
             self._reduced.discard(unit)
         if unit.flats:
             # An embedding's backward needs indices only, and is not worth a fetch; the root is in memory anyway.
             needed = unit is self._root or unit.index in self._order.fetched([unit.index])
-            self._residency.enter_backward(unit, needed, self._done_with())
+            self._residency.enter_backward(unit, needed, self._is_done_with if self._last else None)
 
-    def _done_with(self) -> list[Unit]:
-        """Return the units whose parameters this backward will probably not look at again."""
-        outside = {index for forward in self._walks for index in forward.outside}
-        ending = [unit for unit in self._begun if self._ends(unit)]
-        return [unit for unit in ending if unit.index not in outside and not self._pending(unit)]
+    def _is_done_with(self, unit: Unit) -> bool:
+        """Return whether this backward will probably not look at the unit's parameters again."""
+        outside = any(unit.index in forward.outside for forward in self._walks)
+        return unit in self._begun and self._ends(unit) and not outside and not self._pending(unit)
 
     def _ends(self, unit: Unit) -> bool:
         """Return whether this backward is the unit's last one before the update."""
@@ -305,8 +304,8 @@ class Backward:
         """Reduce the units whose backward is over: each call's has begun, and that of a unit outside it begins now."""
         # This depends on the structure of the program alone. To count the gradients that arrived would be wrong, as a
         # parameter may get none on one rank, and a reduction is a collective.
-        for unit in self._begun:
-            if unit is self._root or unit in self._reduced or self._pending(unit):
+        for unit in list(self._open):
+            if unit is self._root or self._pending(unit):
                 continue
             # A parent's parameters may be used after its child, and a child's gradients may still arrive.
             if unit is not current and unit not in current.ancestors and current not in unit.ancestors:
@@ -320,6 +319,7 @@ class Backward:
 
     def _reduce(self, unit: Unit) -> None:
         self._reduced.add(unit)
+        self._open.pop(unit, None)
         if self._reduces:
             self._reducer.reduce([flat.gradient for flat in unit.flats if flat.gradient], self._ends(unit))
 

@@ -286,7 +286,9 @@ class Gradient:
             target.add_(value, alpha=factor)
         elif factor == 1.0:
             target.copy_(value)
-        elif (wide := torch.promote_types(value.dtype, target.dtype)) is target.dtype is not value.dtype:
+        elif value.dtype is target.dtype:
+            torch.mul(value, factor, out=target)
+        elif (wide := torch.promote_types(value.dtype, target.dtype)) is target.dtype:
             target.copy_(value).mul_(factor)
         else:
             torch.mul(value.to(wide), factor, out=target)  # rounded once

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -27,7 +27,7 @@ from zeromesh.shard.tables.table import RowArrival
 from zeromesh.shard.tables.tables import Tables
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class _Reduction:
     gradient: Gradient
     full: torch.Tensor
@@ -204,8 +204,8 @@ class Reducer:
             if done.wire is not done.full:
                 done.wire[gradient.shard_range].copy_(done.full[gradient.shard_range])
             shard, form = done.wire[gradient.shard_range], self._mesh.links.reduce
-            gathering = self._group.all_gather(done.wire, shard, gradient.tag + 2, form)
-            self._gathering.append(replace(done, pending=gathering))
+            done.pending = self._group.all_gather(done.wire, shard, gradient.tag + 2, form)
+            self._gathering.append(done)
 
     def _send_to_host(self, done: _Reduction) -> None:
         """Begin to copy a sum to its shard on the host; what it lies in is given back when it is there."""
@@ -351,7 +351,7 @@ def complete_together(reducer: Reducer, mesh: Mesh) -> None:
     """Complete, with what was late on other ranks of this stage, which all call it."""
     reducer.complete()
     if mesh.world_size > 1:
-        late = mesh.group("stage").exchange(torch.tensor(late_of(reducer), dtype=torch.float64)).amax(0).bool().tolist()
+        late = mesh.group("stage").reduce(torch.tensor(late_of(reducer), dtype=torch.uint8))[0].bool().tolist()
         if any(late):
             reducer.add_late(late)
 

@@ -42,7 +42,10 @@ class Events:
         self.backward = Backward(units, order, residency, reducer, accumulation, self.unwinding, self.end_interrupted)
         self.saved = SavedTensors(residency.unit_of, self.backward.unpack, self._stays)
         self._units, self._root = units, units[0]
-        self._inside = {unit: frozenset(u.index for u in units if unit in u.ancestors) for unit in units}
+        self._inside: dict[Unit, set[int]] = {unit: set() for unit in units}
+        for unit in units:
+            for ancestor in unit.ancestors:
+                self._inside[ancestor].add(unit.index)
         self._residency = residency
         self._mesh = mesh
         self._entered: list[Unit] = []

@@ -317,11 +317,12 @@ class Flat:
                 if index in self.unbound and not lent:
                     continue
                 bound = parameter.is_set_to(view)  # else somebody wrote `parameter.data = ...`
+                # Torch does not count changes through `parameter.data`: where it was asked for, the value is taken.
+                if bound and parameter._version == version and index not in self.exposed:
+                    continue
                 # A view that somebody kept shares the version count, and may be written to while there is nothing here.
                 there = view.untyped_storage().nbytes() > 0
-                # Torch does not count changes through `parameter.data`: where it was asked for, the value is taken.
-                unchanged = parameter._version == version and index not in self.exposed
-                if bound and (unchanged or not there):
+                if bound and not there:
                     continue
                 if (parameter.shape, parameter.dtype, parameter.device) != (view.shape, view.dtype, view.device):
                     raise RuntimeError(

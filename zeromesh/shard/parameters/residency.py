@@ -42,6 +42,7 @@ class Residency:
         self.lending: set[Unit] = set()
         self._held: set[Unit] = set()  # that the current node of the graph looks at
         self._node = -1
+        self._in_slots: dict[int, Unit] = {}  # the units that have a slot, but for the root
         self._plan: list[int] = []  # the units that will be used, in order, the next one at `_position`
         self._position = 0
         # Called with a unit and whether its parameters may be used from now on: they are in memory, and stay.
@@ -100,8 +101,11 @@ class Residency:
             if other is unit:
                 break
 
-    def enter_backward(self, unit: Unit, needed: bool = True, last: Collection[Unit] = ()) -> None:
-        """Let units go that were used after this one, as the gradient of its output arrived."""
+    def enter_backward(self, unit: Unit, needed: bool = True, is_done: Callable[[Unit], bool] | None = None) -> None:
+        """Let units go that were used after this one, as the gradient of its output arrived.
+
+        ``is_done`` says whether a unit's parameters are no longer needed before the update; None: all are.
+        """
         # A gradient of an output arrives when every node that was created after it has run. Units inside of this one
         # stay all the same: their output may be its own.
         before, self._held = self._backward, set()
@@ -109,8 +113,8 @@ class Residency:
         for other in before:
             self._hide(other)
         pinned = self._pinned()
-        for other in last:  # an update will make their parameters worthless: their memory is free for gradients
-            if other.slot is not None and other not in pinned:
+        if is_done is not None:  # an update will make their parameters worthless: their memory is free for gradients
+            for other in [other for other in self._in_slots.values() if other not in pinned and is_done(other)]:
                 self.evict(other)
         if needed:
             self._load(unit)
@@ -118,7 +122,8 @@ class Residency:
             self._advance(unit)
             self._prefetch()
         # Nothing more will be fetched before the update: the memory of free slots goes to gradients.
-        if last and all(self._units[index].state is not State.AT_REST for index in self._plan[self._position :]):
+        ends = is_done is not None and unit.sharded
+        if ends and all(self._units[index].state is not State.AT_REST for index in self._plan[self._position :]):
             self._pool.trim()
 
     def hold(self, unit: Unit, node: int) -> None:
@@ -184,6 +189,8 @@ class Residency:
             pool = self._root_pool if unit is self._root else self._pool
             # Where everything is pinned: rather more memory than a deadlock.
             slot = self._slot(pool, unit.nbytes, FAR) or pool.grow(unit.nbytes)
+            if unit is not self._root:
+                self._in_slots[unit.index] = unit
         unit.begin_fetch(self._mesh, slot)
 
     def _slot(self, pool: Pool, nbytes: int, sooner_than: int) -> Slot | None:
@@ -205,6 +212,7 @@ class Residency:
             slot = self._slot(self._pool, unit.nbytes, distance)
             if slot is None:
                 return  # all others are used sooner than this one
+            self._in_slots[index] = unit
             unit.begin_fetch(self._mesh, slot)
             self._read_ahead()
 
@@ -219,7 +227,7 @@ class Residency:
         pinned = self._pinned()
         evictable = (
             index
-            for index, unit in self._units.items()
+            for index, unit in sorted(self._in_slots.items())
             if unit.slot is not None and unit not in pinned and unit.slot.nbytes >= nbytes
         )
         index = farthest(self._plan, self._position, evictable, sooner_than)
@@ -233,6 +241,7 @@ class Residency:
         if not lends:
             self._on_change(unit, False)  # first: from here on a use of its parameters asks for them
         pool = self._root_pool if unit is self._root else self._pool
+        self._in_slots.pop(unit.index, None)
         before = unit.storage._cdata  # the unit gets another storage if somebody holds views of this one
         # On CUDA the unit's last kernels may still run. The slot's next writer waits for the current stream, which has
         # been given all of them.
@@ -242,7 +251,7 @@ class Residency:
 
     def evict_all(self) -> None:
         """Give up every slot and its memory: parameters are about to change, or nobody needs them for a while."""
-        for unit in (self._root, *self._units.values()):
+        for unit in (self._root, *(unit for _, unit in sorted(self._in_slots.items()))):
             if unit.slot is not None:
                 self.evict(unit)
         self._pool.trim()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable
+from operator import attrgetter
 
 import torch
 
@@ -50,10 +52,8 @@ class Pool:
 
     def take(self, nbytes: int) -> Slot | None:
         """The smallest free slot that holds ``nbytes``, or None."""
-        for index, slot in enumerate(self._free):
-            if slot.nbytes >= nbytes:
-                return self._free.pop(index).fill()
-        return None
+        index = bisect_left(self._free, nbytes, key=attrgetter("nbytes"))
+        return self._free.pop(index).fill() if index < len(self._free) else None
 
     def grow(self, nbytes: int) -> Slot:
         """A new slot beyond the budget."""
@@ -77,8 +77,7 @@ class Pool:
         # On CUDA its next writer is launched behind its last reader on the current stream, or is a collective or a
         # copy, whose stream waits for the current one when it is begun. Who gives it back has made the current stream
         # wait for all other streams that use it.
-        self._free.append(slot)
-        self._free.sort(key=lambda free: free.nbytes)
+        insort(self._free, slot, key=attrgetter("nbytes"))
 
 
 def largest(sizes: Iterable[int], count: int) -> list[int]:

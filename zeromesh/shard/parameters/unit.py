@@ -37,6 +37,8 @@ class Unit:
         self.name = name  # of the module in the model; empty for the root
         self.module = module
         self.parent = parent  # the unit that encloses it, None for the root
+        # The units that enclose this one.
+        self.ancestors: frozenset[Unit] = frozenset() if parent is None else parent.ancestors | {parent}
         self.flats: tuple[Flat, ...] = ()
         self.nbytes = 0
         self.members: list[nn.Parameter] = []
@@ -90,11 +92,6 @@ class Unit:
     def member_at(self, offset: int) -> int:
         """Return the index of the member at this byte of the storage."""
         return max(0, bisect_right(self._starts, offset) - 1)
-
-    @property
-    def ancestors(self) -> set[Unit]:
-        """The units that enclose this one."""
-        return set() if self.parent is None else {self.parent} | self.parent.ancestors
 
     def begin_fetch(self, mesh: Mesh, slot: Slot | None) -> None:
         """Start to fetch the parameters into the storage; ``slot`` is the memory to use where they are sharded."""

@@ -95,8 +95,12 @@ class Order:
         self._before = self.current
         self._passes = 1
         self._seen: set[int] = set()  # in the forward that runs
+        self._passed = 0  # all units at the places before it, in the canonical order, have been seen
+        self._place_of = {index: place for place, index in enumerate(self.canonical)}
         self._places: dict[int, int] = {}  # of first uses since the last agreement; less by `FAR` where skipped
         self._observed: dict[int, Need] = {}  # since the last agreement
+        self._reported: tuple[dict[int, int], dict[int, Need], list[float]] | None = None  # places, needs, report
+        self._settled: Sequence[float] = ()  # what was agreed on last
 
     @contextmanager
     def of_stage(self, part: frozenset[int] | None, again: frozenset[int], trains: bool) -> Iterator[None]:
@@ -114,6 +118,7 @@ class Order:
     def begin_pass(self, recorded: bool) -> None:
         """The model begins to compute; ``recorded`` if a backward may come."""
         self._seen.clear()
+        self._passed = 0
         self._recorded = recorded
         if recorded:
             self._before, self.current = self.current, Pass(self._passes)
@@ -128,7 +133,9 @@ class Order:
         # Other ranks may have used these, for which this one takes part in the fetch, and reduces zeros later.
         skipped: list[int] = []
         if index not in self._seen:
-            before = self.canonical[: self.canonical.index(index)]
+            while self.canonical[self._passed] in self._seen:
+                self._passed += 1
+            before = self.canonical[self._passed : self._place_of[index]]
             skipped = [other for other in before if other not in self._seen and self.is_present(other)]
         for other in skipped:
             self._note(other, used=False)
@@ -146,11 +153,14 @@ class Order:
 
     def begin_inside(self, inside: Collection[int]) -> None:
         """Begin the forward of a unit that encloses these."""
-        self._seen.difference_update(inside)
+        if inside:
+            self._seen.difference_update(inside)
+            self._passed = min(self._passed, min(self._place_of.get(index, self._passed) for index in inside))
 
     def end_inside(self, inside: Collection[int]) -> list[int]:
         """End the forward of a unit that encloses these; return those that it did not use."""
-        rest = [i for i in self.canonical if i in inside and i not in self._seen and self.is_present(i)]
+        places = sorted(self._place_of[i] for i in inside if i not in self._seen and i in self._place_of)
+        rest = [index for index in map(self.canonical.__getitem__, places) if self.is_present(index)]
         for index in rest:
             self._note(index, used=False)
         return rest
@@ -196,20 +206,27 @@ class Order:
 
     def report(self) -> list[float]:
         """Return this rank's first uses since the last agreement and observed needs, by ascending unit index."""
-        indices = sorted(self.canonical)
-        places = {index: place - FAR for place, index in enumerate(self.canonical)} | self._places
-        first = [float(places[index]) for index in indices]
-        return [*first, *(float(self._observed.get(index, Need.UNKNOWN)) for index in indices)]
+        if self._reported is None or self._reported[:2] != (self._places, self._observed):
+            indices = sorted(self.canonical)
+            places = {index: place - FAR for place, index in enumerate(self.canonical)} | self._places
+            first = [float(places[index]) for index in indices]
+            report = [*first, *(float(self._observed.get(index, Need.UNKNOWN)) for index in indices)]
+            self._reported = dict(self._places), dict(self._observed), report
+        return self._reported[2]
 
     def agree(self, largest: Sequence[float]) -> None:
         """Take the elementwise largest of all ranks' reports as what is the case."""
+        self._places.clear()
+        self._observed.clear()
+        if largest == self._settled:  # the order has been that since
+            return
+        self._settled, self._reported = largest, None
         # The largest of places counts: a rank that has not yet learnt of some units counts too few of them.
         indices = sorted(self.canonical)
         first = dict(zip(indices, largest[: len(indices)], strict=True))
-        before = {index: place for place, index in enumerate(self.canonical)}
-        self.canonical.sort(key=lambda index: (first[index] % FAR, before[index]))
+        self.canonical.sort(key=lambda index: (first[index] % FAR, self._place_of[index]))
+        self._place_of = {index: place for place, index in enumerate(self.canonical)}
+        self._passed = 0
         for index, need in zip(indices, largest[len(indices) :], strict=True):
             if need > Need.UNKNOWN:
                 self.needs[index] = Need(int(need))
-        self._places.clear()
-        self._observed.clear()
