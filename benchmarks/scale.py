@@ -17,16 +17,21 @@ import cProfile
 import gc
 import importlib
 import json
+import math
 import multiprocessing
 import os
 import pstats
 import resource
+import signal
+import socket
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +50,14 @@ WIDTH, BATCH = 16, 4
 """Elements of a vector of the model, and samples of a step: the model itself takes next to no time."""
 
 WORLDS = (8, 128, 1024, 4096, 16384)
+REAL = (2, 4, 8, 16, 32)
+"""Numbers of real ranks, on gloo, whose start is measured."""
 STAGES = (0, 1, 3)
 BLOCKS = (4, 80)
 PARAMETERS = (300, 10_000)
 STEPS = 7
+BUSY = 20
+"""Times its limit of CPU time that a cell may take on a busy machine."""
 
 MANIFEST_STATES = ("parameter", "optimizer/exp_avg", "optimizer/exp_avg_sq")
 ELEMENTS = 4
@@ -321,7 +330,99 @@ def seconds_of_fork(action: Callable[[], Any]) -> dict[str, float]:
     return in_process(run, None)
 
 
-MEASURES: dict[str, Callable[[Cell, int], dict[str, Any]]] = {"step": measure_step, "manifest": measure_manifest}
+class CountingStore:
+    """A store whose calls are counted, by whatever method."""
+
+    def __init__(self, store: Any) -> None:
+        self.calls, self._store = 0, store
+
+    def clone(self) -> CountingStore:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+
+        def counted(*arguments: Any, **keywords: Any) -> Any:
+            self.calls += 1
+            return method(*arguments, **keywords)
+
+        return counted
+
+
+def measure_watchdog(cell: Cell, steps: int) -> dict[str, Any]:
+    """Measure what one look of the first rank's watchdog costs once the rank has waited for long."""
+    from zeromesh.comm.watchdog import Watchdog
+
+    store = CountingStore(dist.HashStore())
+    patience = 60.0  # its own thread looks every ten seconds, and so not at all here
+    watchdog = Watchdog(store, 0, cell.world, patience)
+    now, ahead = time.monotonic, 0.0
+    time.monotonic = lambda: now() + ahead  # type: ignore[assignment]
+    watchdog.begin("a wait")
+    watchdog.check()
+    ahead = 2 * patience
+    calls, seconds = [], []
+    for _ in range(steps):
+        before = store.calls
+        seconds.append(seconds_of(watchdog.check))
+        calls.append(store.calls - before)
+    return {"store_calls": calls, "check_seconds": seconds}
+
+
+STORE_CALLS = {"set", "get", "check", "add", "wait", "compare_set", "multi_get", "multi_set", "append", "delete_key"}
+
+
+def start_rank(library: str, rank: int, world: int, port: int) -> tuple[float, int]:
+    """Start one real rank on gloo and train a tiny model for a step; return seconds, and calls of the store."""
+    calls = 0
+
+    def counted(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return method(*arguments, **keywords)
+
+        return call
+
+    for kind in (dist.Store, dist.TCPStore, dist.PrefixStore):
+        for name in STORE_CALLS & vars(kind).keys():
+            setattr(kind, name, counted(getattr(kind, name)))
+    torch.set_num_threads(1)
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
+    os.environ.update({name: str(value) for name, value in places.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    begin = time.perf_counter()
+    if library == "ZeroMesh":
+        from zeromesh import init_distributed
+
+        init_distributed()
+    else:
+        dist.init_process_group("gloo")
+    LIBRARIES[library](make_model(2, 6), world, 3)(torch.randn(BATCH, WIDTH))
+    return time.perf_counter() - begin, calls
+
+
+def measure_start(cell: Cell, steps: int) -> dict[str, Any]:
+    """Measure the start of real ranks, forked on this machine, to the end of their first step."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with ThreadPoolExecutor(cell.world) as pool:
+
+        def start(rank: int) -> tuple[float, int]:
+            result: tuple[float, int] = in_process(partial(start_rank, cell.library, rank, cell.world, port), None)
+            return result
+
+        rows = list(pool.map(start, range(cell.world)))
+    return {"start_seconds": max(seconds for seconds, _ in rows), "start_calls": max(calls for _, calls in rows)}
+
+
+MEASURES: dict[str, Callable[[Cell, int], dict[str, Any]]] = {
+    "step": measure_step,
+    "manifest": measure_manifest,
+    "watchdog": measure_watchdog,
+    "start": measure_start,
+}
 
 
 def in_process(action: Callable[[], Any], seconds: float | None) -> Any:
@@ -351,7 +452,8 @@ def in_process(action: Callable[[], Any], seconds: float | None) -> Any:
         result, problem = receiver.recv()
     except EOFError:
         process.join()
-        raise RuntimeError(f"the process ended with {process.exitcode}") from None
+        late = process.exitcode == -signal.SIGXCPU
+        raise RuntimeError("the CPU time was up" if late else f"the process ended with {process.exitcode}") from None
     finally:
         process.kill()
         process.join()
@@ -374,6 +476,11 @@ def cells(chosen: argparse.Namespace) -> Iterator[Cell]:
         if "manifest" in chosen.only:
             for world in chosen.worlds:
                 yield from (Cell("manifest", library, world, None, blocks) for library in CHECKPOINTS)
+    if "watchdog" in chosen.only:
+        yield from (Cell("watchdog", "ZeroMesh", world) for world in chosen.worlds)
+    if "start" in chosen.only:
+        for world in chosen.real:
+            yield from (Cell("start", library, world) for library in ("ZeroMesh", "FSDP2", "DDP"))
 
 
 def run_cell(cell: Cell, chosen: argparse.Namespace) -> dict[str, Any]:
@@ -382,10 +489,11 @@ def run_cell(cell: Cell, chosen: argparse.Namespace) -> dict[str, Any]:
     def run() -> dict[str, Any]:
         torch.set_num_threads(1)
         resource.setrlimit(resource.RLIMIT_AS, (chosen.memory_gib << 30,) * 2)
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(chosen.limit), resource.RLIM_INFINITY))
         return MEASURES[cell.measure](cell, chosen.steps)
 
     try:
-        return asdict(cell) | {"error": None} | in_process(run, chosen.limit)
+        return asdict(cell) | {"error": None} | in_process(run, BUSY * chosen.limit)
     except RuntimeError as error:
         return asdict(cell) | {"error": str(error)}
 
@@ -400,20 +508,21 @@ def main() -> None:
     """Parse the arguments, measure all cells, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=positive, nargs="+", default=list(WORLDS))
+    parser.add_argument("--real", type=positive, nargs="+", default=list(REAL), help="real ranks that are started")
     parser.add_argument("--stages", type=int, nargs="+", default=list(STAGES), choices=[0, 1, 2, 3])
     parser.add_argument("--blocks", type=positive, nargs="+", default=list(BLOCKS))
     parser.add_argument("--parameters", type=positive, nargs="+", default=list(PARAMETERS), help="tensors of a model")
     parser.add_argument("--only", nargs="+", default=list(MEASURES), choices=list(MEASURES))
     parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--steps", type=positive, default=STEPS)
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds after which a cell is given up")
+    parser.add_argument("--limit", type=float, default=300.0, help="CPU seconds after which a cell is given up")
     parser.add_argument("--memory-gib", type=positive, default=12, help="memory with which a cell is given up")
     parser.add_argument("--quick", action="store_true", help="few cells, one round: under a minute")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
     chosen = parser.parse_args()
     if chosen.quick:
         chosen.worlds, chosen.stages, chosen.blocks, chosen.parameters = [8, 1024], [0, 3], [4], [300]
-        chosen.rounds, chosen.steps = 1, 3
+        chosen.real, chosen.rounds, chosen.steps = [2], 1, 3
     import_all()
     result: dict[str, Any] = {"date": f"{date.today():%Y-%m-%d}", "machine": machine(), "commit": commit()}
     result |= {"torch": torch.__version__, "rounds": chosen.rounds, "steps": chosen.steps, "rows": []}

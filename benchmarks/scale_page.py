@@ -45,6 +45,23 @@ MANIFEST: list[tuple[str, str, Figure, float]] = [
     ("MB of files", ".2f", lambda row: row["file_mb"], 1.0),
 ]
 
+WATCHDOG: list[tuple[str, str, Figure, float]] = [
+    ("calls of the store in a look", ".0f", lambda row: row["store_calls"], 1.0),
+    ("CPU ms of a look", ".3f", lambda row: row["check_seconds"], 1e3),
+]
+
+START: list[tuple[str, str, Figure, float]] = [
+    ("s to the end of the first step", ".2f", lambda row: row["start_seconds"], 1.0),
+    ("most calls of the store by a rank", ".0f", lambda row: row["start_calls"], 1.0),
+]
+
+SECTIONS = (
+    ("step", "A step", STEP),
+    ("manifest", "The manifest of a checkpoint", MANIFEST),
+    ("watchdog", "The watchdog of a rank that waits", WATCHDOG),
+    ("start", "The start of real ranks", START),
+)
+
 
 def name_of(row: Row) -> str:
     """Return what a row is called in tables."""
@@ -91,7 +108,7 @@ def cases(rows: Iterable[Row]) -> dict[str, list[Row]]:
     models: dict[str, list[Row]] = {}
     for row in rows:
         parameters = f", {row['parameters']:,} parameters" if row["parameters"] else ""
-        models.setdefault(f"{row['blocks']} blocks{parameters}", []).append(row)
+        models.setdefault(f"{row['blocks']} blocks{parameters}" if row["blocks"] else "", []).append(row)
     return models
 
 
@@ -115,7 +132,7 @@ def draw(rows: Sequence[Row], path: Path) -> bool:
         print("no picture: matplotlib is not installed; pip install matplotlib", file=sys.stderr)
         return False
     panels: list[tuple[str, str, list[Row], Figure, float]] = []
-    for measure, tables in (("step", [STEP[0], STEP[4]]), ("manifest", [MANIFEST[1]])):
+    for measure, tables in (("step", [STEP[0], STEP[4]]), ("manifest", MANIFEST[1:2]), ("start", START[:1])):
         for title, _, figure, factor in tables:
             some = [row for row in rows if row["measure"] == measure and row["library"] != "plain torch"]
             panels += [(title, model, mine, figure, factor) for model, mine in cases(some).items()]
@@ -167,7 +184,10 @@ they differ.
 - **KB per step in collectives** is all memory that one rank gives to collectives, to read or to fill.
 - **Manifest**: the description of a checkpoint by so many ranks, of which each has a part of each tensor (three per
   block), is written by one rank and opened by one, which with ZeroMesh also reads its part. DCP's metadata is the same
-  for torch's checkpoints."""
+  for torch's checkpoints.
+- **Watchdog**: one look of a rank that has waited for long, in a run of so many ranks.
+- **Start**: real ranks on gloo, forked on this machine with all modules imported, from joining each other to the end of
+  the first step of a tiny model. They share its cores. Calls of the store are those of Python."""
 
 
 def page(result: dict[str, Any], picture: str | None) -> str:
@@ -175,10 +195,10 @@ def page(result: dict[str, Any], picture: str | None) -> str:
     parts = [introduction(result)]
     if picture is not None:
         parts.append(f"![Figures over the number of ranks, log-log]({picture})")
-    for measure, heading, tables in (("step", "A step", STEP), ("manifest", "The manifest of a checkpoint", MANIFEST)):
+    for measure, heading, tables in SECTIONS:
         rows = [row for row in result["rows"] if row["measure"] == measure]
         for model, mine in cases(rows).items():
-            parts.append(f"## {heading}: {model}")
+            parts.append(f"## {heading}" + (f": {model}" if model else ""))
             parts += [table(mine, *row) for row in tables]
     if problems := failures(result["rows"]):
         parts.append(f"## What failed\n\n{problems}")

@@ -52,7 +52,21 @@ def test_a_page_has_medians_and_what_failed() -> None:
 
 @pytest.mark.full
 def test_one_command_measures_a_tiny_model_and_writes(tmp_path: Path) -> None:
-    options = ["--worlds", "64", "--stages", "0", "3", "--blocks", "2", "--parameters", "8", "--rounds", "1"]
+    options = [
+        "--worlds",
+        "64",
+        "--stages",
+        "0",
+        "3",
+        "--blocks",
+        "2",
+        "--parameters",
+        "8",
+        "--rounds",
+        "1",
+        "--real",
+        "2",
+    ]
     done = run_command([sys.executable, BENCHMARKS / "scale.py", *options, "--out", tmp_path], timeout=240)
     assert done.returncode == 0, done.stdout
     rows = json.loads((tmp_path / "scale.json").read_text())["rows"]
@@ -61,4 +75,6 @@ def test_one_command_measures_a_tiny_model_and_writes(tmp_path: Path) -> None:
     assert counts["plain torch"]["collectives"] == 0
     assert counts["ZeroMesh, stage 3"]["bytes"] > 0
     assert counts["DDP"]["collectives"] >= 1
+    [watchdog] = [row for row in rows if row["measure"] == "watchdog"]
+    assert min(watchdog["store_calls"]) > 0
     assert "## A step: 2 blocks, 8 parameters" in (tmp_path / "scale.md").read_text()
