@@ -6,7 +6,7 @@ RUN := .venv/bin/python -m
 # Where it is set, each of thousands of processes in the tests would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all coverage bench bench-tensor bench-pipeline bench-links bench-kernel bench-offload bench-nvme bench-plan bench-tables gpu validate-plan check docs docs-serve wheels pythons clean bench-examples
+.PHONY: train test test-all coverage bench bench-tensor bench-pipeline bench-links bench-kernel bench-offload bench-nvme bench-plan bench-tables bench-scale gpu validate-plan check docs docs-serve wheels pythons clean bench-examples
 
 train: .venv/.plots.done
 	.venv/bin/zeromesh train examples/stdlib.json --set run.output=runs/stdlib-$$(date +%Y%m%d-%H%M%S)
@@ -69,6 +69,10 @@ bench-nvme: .venv/.plots.done
 bench-tables: .venv/.plots.done
 	.venv/bin/python benchmarks/tables.py $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(TORCHREC),--torchrec $(TORCHREC)) \
 		$(if $(OUT),--out $(OUT))
+
+# What grows with the number of ranks: `make bench-scale ROUNDS=1 OUT=runs/scale`.
+bench-scale: .venv/.plots.done
+	.venv/bin/python benchmarks/scale.py $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(OUT),--out $(OUT))
 
 # The planner's predictions beside this machine: `make bench-plan ROUNDS=1 OUT=runs/plan`; it goes on where it was ended.
 bench-plan: .venv/.plots.done

@@ -3,11 +3,13 @@
 import json
 import os
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zeromesh
@@ -15,7 +17,9 @@ from harness import run_ranks
 from run import adamw, start_engine, train_step
 from zeromesh.base.lock import FolderInUse
 from zeromesh.checkpoint.copies import memory_files
+from zeromesh.checkpoint.copies.copies import MemoryCopies
 from zeromesh.checkpoint.copies.memory_files import MARK, MEMORY, mark, marked
+from zeromesh.checkpoint.copies.needed_parts import deliveries
 from zeromesh.config.errors import ConfigError
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -136,6 +140,92 @@ def test_lost_nodes_are_made_up_for_by_those_after_them(
         return
     assert [losses[3:] for losses in before] == after
     assert left(tmp_path) == []
+
+
+def sent_parts(*arguments: Any) -> tuple[Any, list[tuple[int, int]]]:
+    """Return what ``second`` returns, and the number and bytes of each part that this rank has sent to load it."""
+    sent: list[tuple[int, int]] = []
+    send = dist.isend
+
+    def count(data: torch.Tensor, target: int, group: Any, tag: int) -> Any:
+        sent.append((tag, data.nbytes))
+        return send(data, target, group, tag)
+
+    load = MemoryCopies.find
+
+    def find(*arguments: Any) -> Any:
+        dist.isend = count
+        try:
+            return load(*arguments)
+        finally:
+            dist.isend = send
+
+    MemoryCopies.find = find
+    try:
+        return second(*arguments), sent
+    finally:
+        MemoryCopies.find = load
+
+
+def test_a_lost_node_gets_its_parts_and_no_other_node_more_than_it_needs(tmp_path: Path) -> None:
+    settings = {"zero_optimization": {"stage": 3}}
+    before = run_ranks(first, 4, tmp_path, 1, settings, 1, 3)
+    nbytes = max(path.stat().st_size for path in tmp_path.rglob("rank_*.safetensors"))
+    shutil.rmtree(tmp_path / "node-0")
+    after = run_ranks(sent_parts, 4, tmp_path, 1, settings, 1, 3)
+    assert [losses[3:] for losses in before] == [losses for losses, _ in after]
+    # Node 0 gets its own part, and that of node 3, which it keeps. Part 0 has the user's tensors, and node 1 has it.
+    assert sorted(part for _, sent in after for part, _ in sent) == [0, 0, 0, 3]
+    assert all(0 < size <= nbytes for _, sent in after for _, size in sent)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_layout_goes_on_with_the_parts_that_its_ranks_need(layout: str, tmp_path: Path) -> None:
+    before = run_ranks(first, 4, tmp_path, 1, LAYOUTS[layout], 1, 3)
+    shutil.rmtree(tmp_path / "node-2")
+    after = run_ranks(sent_parts, 4, tmp_path, 1, LAYOUTS[layout], 1, 3)
+    assert [losses[3:] for losses in before] == [losses for losses, _ in after]
+
+
+def weights(root: Path, settings: dict[str, Any], steps: int) -> dict[str, torch.Tensor]:
+    """Return the parameters after ``steps`` updates, or those of the copy in memory where there is one."""
+    of_node(root, 1)
+    engine = make(settings, 1)
+    engine.load_checkpoint(root / "run")
+    while engine.global_steps < steps:
+        step(engine)
+    engine.save_to_memory(root / "run", {})
+    state = {name: value.clone() for name, value in engine.state_dict().items()}
+    fail(engine)
+    return state
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("ranks", "later"), [(4, 3), (4, 2), (2, 4)])
+@pytest.mark.parametrize("layout", ["stage 0", "stage 3"])
+def test_another_number_of_ranks_goes_on_from_the_parts_of_the_others(
+    layout: str, ranks: int, later: int, tmp_path: Path
+) -> None:
+    [before, *_] = run_ranks(weights, ranks, tmp_path, LAYOUTS[layout], 2)
+    shutil.rmtree(tmp_path / "node-1")
+    for after in run_ranks(weights, later, tmp_path, LAYOUTS[layout], 2):
+        assert all(after[name].equal(value) for name, value in before.items())
+
+
+def test_of_a_thousand_nodes_one_that_was_lost_is_sent_what_it_keeps_alone() -> None:
+    nodes = [list(range(8 * node, 8 * node + 8)) for node in range(1000)]
+    keeps = [{*nodes[node], *nodes[node - 1]} for node in range(1000)]
+    lost = 17
+    has = [set() if node == lost else parts for node, parts in enumerate(keeps)]
+    missing = [keeps[node] - has[node] for node in range(1000)]
+    plan = deliveries(nodes, has, missing)
+    assert sorted(delivery.part for delivery in plan) == sorted(keeps[lost])
+    assert {delivery.source for delivery in plan} == {*nodes[16], *nodes[18]}
+    assert Counter(delivery.target for delivery in plan) == dict.fromkeys(nodes[lost], 2)
+    # What all of them need comes from its holders in turn, and by all of their ranks.
+    everybody = deliveries(nodes, keeps, [{0} - parts for parts in keeps])
+    assert Counter(delivery.source for delivery in everybody) == {0: 499, 8: 499}
 
 
 def alone(**checkpoint: Any) -> Any:

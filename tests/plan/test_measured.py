@@ -8,7 +8,15 @@ from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
 from zeromesh.apps.plan.cost.cost import Divided, KernelWork, WorkKind
 from zeromesh.apps.plan.machine import speed
 from zeromesh.apps.plan.machine.cluster import Device, Machine
-from zeromesh.apps.plan.machine.measured import NodeFacts, ProductTime, fit_memory, fit_products, measured_machine
+from zeromesh.apps.plan.machine.measured import (
+    UNMEASURED,
+    NodeFacts,
+    ProductTime,
+    fit_memory,
+    fit_products,
+    measured_machine,
+)
+from zeromesh.apps.plan.machine.presets import find_link
 from zeromesh.apps.plan.machine.rates import Habits, KernelSpeed
 
 SHAPES = [(128, 128, 128), (512, 512, 512), (32, 512, 512), (512, 32, 512), (512, 512, 32), (256, 1024, 256)]
@@ -106,13 +114,18 @@ def test_nodes_of_two_kinds_become_a_machine_that_its_file_can_hold() -> None:
     assert (machine.between.shared, machine.between.bandwidth) == (4, 1.2e8)
 
 
-def test_small_all_gathers_show_the_bandwidth_by_how_they_grow() -> None:
-    found = links(**{"within nodes": (1e6, 1e9)})
-    # Of the latency of 300 us, and 3 ranks' bytes at 500 MB/s.
-    times = [(1024, 3e-4 + 3 * 1024 / 5e8), (65536, 3e-4 + 3 * 65536 / 5e8)]
-    found["axes"][0]["all_gather"] = [{"bytes": size, "seconds": seconds} for size, seconds in times]
-    [(node, _)] = measured_machine([NodeFacts("a", 16e9, 10e9, 4, (0.0, 0.0, 0.0), [speeds(TRUE)] * 4)], found).nodes
-    assert (node.inside.bandwidth, node.inside.efficiency) == (1e9, pytest.approx(0.5))
+def test_links_whose_bandwidth_is_unknown_are_left_out_and_noted() -> None:
+    facts = [NodeFacts("a", 16e9, 10e9, 4, (0.0, 0.0, 0.0), [speeds(TRUE)] * 4)]
+    found = links(**{"within nodes": (5e8, 1e9), "across nodes": (3e7, 1.2e8)})
+    unknown = {"bandwidth_bytes_per_second": None, "unknown": "the time was up"}
+    found["pairs"].append(found["pairs"][0] | unknown)
+    assert measured_machine(facts, found).nodes[0][0].inside.bandwidth == 1e9
+    for row in (*found["axes"], *found["pairs"]):
+        row |= unknown
+    machine = measured_machine(facts, found)
+    assert machine.between == find_link(f"1 x {UNMEASURED}", 4)
+    assert any(note.startswith("between nodes: unknown: the time was up; taken as") for note in machine.notes)
+    assert "inside a node: unknown: the time was up; taken as the link to the host" in machine.notes
 
 
 def test_a_busy_machine_is_noted() -> None:

@@ -78,6 +78,7 @@ class Taken:
     progress: bool = True  # counters, loss scale, random numbers
     strict: bool = True  # all parameters of the model are there, and no others
     load_model: Callable[..., Any] | None = None  # changes the model in the place of plain reading
+    verify: bool = True  # False for a copy in memory, which has no hashes, and of which files are on other nodes
 
     def __str__(self) -> str:
         taken = f"optimizer: {self.optimizer}\nlr_scheduler: {self.scheduler}\nstrict: {self.strict}\n"
@@ -143,7 +144,8 @@ def load(engine: RunState, folder: Path, tag: str | None, parts: Taken) -> tuple
     require_agreement(world, f"the manifest of {chosen} in {folder}", seen)
     # All of it before the first value: a damaged file must not leave half of another run behind.
     needed = {name for name in reader.names if optimizer_states or not name.startswith("optimizer/")}
-    agree_run(world, "read the checkpoint", lambda: reader.verify(mesh.rank, mesh.world_size, needed))
+    if parts.verify:
+        agree_run(world, "read the checkpoint", lambda: reader.verify(mesh.rank, mesh.world_size, needed))
     # What users' and torch's objects take is tried, and what is returned is read, before the first value too.
     with _scheduler_as_before(engine):
         attempt = as_written(folder / chosen)(partial(_try_values, engine, reader, parts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,8 +180,9 @@ class Saves:
         place: tuple[Path, str | None] = (Path(load_dir), tag)
         # A model alone may be taken from the folder of another run, whose copies are not this run's.
         from_disk = tag is not None or load_module_only or custom_load_fn is not None
-        if copies is not None and not from_disk and (memory_copy := copies.find(place[0])) is not None:
+        if copies is not None and not from_disk and (memory_copy := copies.find(place[0], run)) is not None:
             place = memory_copy.parent, memory_copy.name
+            parts = replace(parts, verify=False)
         loaded = load.load(run, *place, parts)
         if copies is not None and from_disk:
             copies.forget()  # of a state that is not this one any more

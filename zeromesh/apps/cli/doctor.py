@@ -23,7 +23,7 @@ from zeromesh.apps.cli.machine_file import check_target, save_machine, speeds_of
 from zeromesh.apps.launch.launch import RankFailure, default_ranks, launch
 from zeromesh.apps.train.screen import make_console, write
 from zeromesh.base.machine import inventory, problems
-from zeromesh.base.words import bytes_text, counted
+from zeromesh.base.words import bytes_text, counted, some
 from zeromesh.comm.agreement import texts, world_group
 from zeromesh.comm.environment import (
     Environment,
@@ -39,7 +39,7 @@ from zeromesh.comm.environment import (
 from zeromesh.comm.launchers import MPI
 from zeromesh.comm.link_speeds import SPEED, measure, mesh_of_nodes
 
-FORMAT = 1  # of the JSON document; it grows when a key goes or changes its meaning
+FORMAT = 2  # of the JSON document; it grows when a key goes or changes its meaning
 START_SECONDS = 10.0  # that ranks wait for each other, unless ZEROMESH_START_TIMEOUT is set
 SLOW = 4.0  # a link that is so many times slower than the median of its kind is a problem
 
@@ -195,7 +195,7 @@ def _wrong_with(report: Mapping[str, Any]) -> list[Problem]:
 def _slow_links(links: Mapping[str, Any] | None) -> list[Problem]:
     issues = []
     for where in ("within nodes", "across nodes"):
-        pairs = [pair for pair in (links or {}).get("pairs", ()) if pair["where"] == where]
+        pairs = [pair for pair in (links or {}).get("pairs", ()) if pair["where"] == where and pair[SPEED] is not None]
         if len(pairs) < 3:
             continue  # the median of two says nothing about either
         usual, slowest = statistics.median(pair[SPEED] for pair in pairs), min(pairs, key=lambda pair: pair[SPEED])
@@ -269,7 +269,7 @@ def _show_node(console: Console, node: Mapping[str, Any]) -> None:
 
 def _show_links(console: Console, links: Mapping[str, Any]) -> None:
     rows = [
-        (row["axis"], row["where"], str(row["ranks"]), f"{_bytes(row[SPEED])}/s", _time(row["latency_seconds"]))
+        (row["axis"], row["where"], str(row["ranks"]), _speed(row[SPEED]), _time(row["latency_seconds"]))
         for row in links["axes"]
     ]
     headings = ("all-gather along", "where", "ranks", "received per rank", "latency")
@@ -278,9 +278,17 @@ def _show_links(console: Console, links: Mapping[str, Any]) -> None:
     if slowest is not None:
         first, second = slowest["ranks"]
         console.print(
-            f"slowest pair: ranks {first} and {second}, {slowest['where']}: {_bytes(slowest[SPEED])}/s one way, "
+            f"slowest pair: ranks {first} and {second}, {slowest['where']}: {_speed(slowest[SPEED])} one way, "
             f"latency {_time(slowest['latency_seconds'])}\n"
         )
+    reasons: dict[str, list[str]] = {}
+    for axis in links["axes"]:
+        reasons.setdefault(axis["unknown"], []).append(f"all-gather along {axis['axis']}")
+    for pair in links["pairs"]:
+        reasons.setdefault(pair["unknown"], []).append("ranks {} and {}".format(*pair["ranks"]))
+    for reason, names in reasons.items():
+        if reason:
+            console.print(f"bandwidth unknown: {some(names)}: {reason}\n")
 
 
 def _table(console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -296,5 +304,11 @@ def _bytes(count: float | None) -> str:
     return "unknown" if count is None else bytes_text(count)
 
 
-def _time(seconds: float) -> str:
+def _speed(rate: float | None) -> str:
+    return "unknown" if rate is None else f"{bytes_text(rate)}/s"
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "unknown"
     return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"

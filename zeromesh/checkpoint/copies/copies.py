@@ -35,6 +35,7 @@ from zeromesh.checkpoint.copies.memory_files import (
     root,
     user,
 )
+from zeromesh.checkpoint.copies.needed_parts import deliveries, needed_parts
 from zeromesh.checkpoint.manifest import MANIFEST, read_manifest
 from zeromesh.checkpoint.rank_manifests import shard_file, write_manifests
 from zeromesh.checkpoint.save import numbers, pack_client_state, run_state
@@ -73,7 +74,8 @@ class MemoryCopies:
         self._nodes = [
             [rank for rank, location in enumerate(where) if location == node] for node in dict.fromkeys(where)
         ]
-        self._node = next(number for number, ranks in enumerate(self._nodes) if self._rank in ranks)
+        self._node_of = {rank: number for number, ranks in enumerate(self._nodes) for rank in ranks}
+        self._node = self._node_of[self._rank]
         # Of their own, as a thread uses them beside the other collectives.
         self._links = prove(dist.new_group(backend="gloo")) if len(self._nodes) > 1 else None
 
@@ -83,10 +85,18 @@ class MemoryCopies:
 
     def _targets(self, rank: int) -> list[int]:
         """Return the ranks that keep copies of a rank's part."""
-        node = next(number for number, ranks in enumerate(self._nodes) if rank in ranks)
+        node = self._node_of[rank]
         place, others = self._nodes[node].index(rank), range(1, min(self._count, len(self._nodes) - 1) + 1)
         after = [self._nodes[(node + other) % len(self._nodes)] for other in others]
         return [ranks[place % len(ranks)] for ranks in after]
+
+    def _kept_parts(self, node: int) -> set[int]:
+        """Return the ranks whose parts a node keeps: its own, and those of the nodes before it."""
+        count, before = len(self._nodes), min(self._count, len(self._nodes) - 1)
+        near = {rank for distance in range(before + 1) for rank in self._nodes[(node - distance) % count]}
+        return {
+            rank for rank in near if node in {self._node_of[rank], *(self._node_of[t] for t in self._targets(rank))}
+        }
 
     def save(self, engine: RunState, folder: Path, client_state: dict[str, Any]) -> None:
         """Copy the state of a run that saves its checkpoints to ``folder``. Collective; see ``Engine.save_to_memory``.
@@ -174,11 +184,8 @@ class MemoryCopies:
         return data, text
 
     def _tidy(self, slot: Path) -> None:
-        """Delete the parts that are not for this node, but were put together here for a start."""
-        node_ranks = self._nodes[self._node]
-        wanted = {
-            rank for rank in range(self._world.size) if rank in node_ranks or {*node_ranks} & {*self._targets(rank)}
-        }
+        """Delete the parts that are not for this node, but were brought here for a start."""
+        wanted = self._kept_parts(self._node)
         for path in sorted(slot.glob("rank_*")):  # descriptions first: they say that a part is complete
             if int(path.name[5:10]) not in wanted:
                 path.unlink()
@@ -227,8 +234,8 @@ class MemoryCopies:
         dist.recv(words, source, self._links, 2)
         write_text(description(slot, rank), bytes(words.tolist()).decode(), flush=False)
 
-    def find(self, folder: Path) -> Path | None:
-        """Return the folder with the newest copy of the run that saves to ``folder``, complete on this node.
+    def find(self, folder: Path, engine: RunState) -> Path | None:
+        """Return the folder with the newest copy of the run that saves to ``folder``: the parts that this node needs.
 
         None if there is none, or a checkpoint on the disk is newer. Later copies of this engine follow it. Collective.
         """
@@ -246,7 +253,7 @@ class MemoryCopies:
             if name is None:
                 return None
             run_copies = self._kept_of(folder, name)
-        copy = self._choose(run_copies, on_disk)
+        copy = self._choose(run_copies, on_disk, engine)
         if copy is None:
             run_copies.leave(failed=True)
             self._kept = None
@@ -255,8 +262,8 @@ class MemoryCopies:
         _log.info("the run goes on from the copy in memory of step %d", copy.steps)
         return run_copies.slot(copy.sequence)
 
-    def _choose(self, run_copies: Kept, on_disk: int) -> _Copy | None:
-        """Return the copy to go on from, which is complete on each node; None for the disk's ``on_disk`` updates."""
+    def _choose(self, run_copies: Kept, on_disk: int, engine: RunState) -> _Copy | None:
+        """Return the copy to go on from, after each node has its parts; None for the disk's ``on_disk`` updates."""
         mine = agree_run(self._world, "look for copies", lambda: _parts(run_copies) if self._leads else [])
         by_rank = [json.loads(text) for text in texts(self._world, json.dumps(mine))]
         on_node = [by_rank[ranks[0]] for ranks in self._nodes]
@@ -268,47 +275,78 @@ class MemoryCopies:
         if newest is None or newest.steps < on_disk:
             return None
         agree_run(self._world, "look for copies", run_copies.hold)  # also on nodes that have none yet
-        if not self._fetch(run_copies, newest, on_node):
+        has = [{part.rank for part in map(_Part._make, node_parts) if part.copy == newest} for node_parts in on_node]
+        texts_of_parts = self._descriptions(run_copies.slot(newest.sequence), newest, has)
+        parts = [json.loads(text) for text in texts_of_parts]
+        if not self._fetch(run_copies.slot(newest.sequence), engine, parts, texts_of_parts, has):
             return None
         agree_run(
-            self._world, "put copies together", lambda: _put_together(run_copies, newest) if self._leads else None
+            self._world,
+            "put copies together",
+            lambda: _put_together(run_copies, newest, parts) if self._leads else None,
         )
         return newest
 
-    def _fetch(self, run_copies: Kept, copy: _Copy, on_node: list[list[list[Any]]]) -> bool:
-        """Let all nodes have all parts of a copy. Return False if one has no room for them."""
-        slot, me = run_copies.slot(copy.sequence), self._node
-        has: list[dict[int, int]] = [
-            {part.rank: part.nbytes for part in map(_Part._make, node_parts) if part.copy == copy}
-            for node_parts in on_node
-        ]
-        sizes = {rank: size for node_sizes in has for rank, size in node_sizes.items()}
-        rooms, failure = catch(
-            lambda: {
-                rank: self._room(slot, rank, sizes[rank])
-                for rank in range(copy.ranks)
-                if rank not in has[me] and self._leads
-            }
-        )
+    def _descriptions(self, slot: Path, copy: _Copy, has: list[set[int]]) -> list[str]:
+        """Return the descriptions of all parts of a copy. Collective."""
+        # Every node tells those that it is the first to have, its ranks in turn.
+        first = {part: node for node in reversed(range(len(has))) for part in has[node]}
+        mine = [part for part, node in first.items() if (ranks := self._nodes[node])[part % len(ranks)] == self._rank]
+
+        def read() -> dict[int, str]:
+            return {part: description(slot, part).read_text(encoding="utf-8") for part in mine}
+
+        said = texts(self._world, json.dumps(agree_run(self._world, "look for copies", read)))
+        by_part = {part: text for words in said for part, text in json.loads(words).items()}
+        return [by_part[str(part)] for part in range(copy.ranks)]
+
+    def _fetch(
+        self,
+        slot: Path,
+        engine: RunState,
+        parts: list[dict[str, Any]],
+        descriptions: list[str],
+        has: list[set[int]],
+    ) -> bool:
+        """Bring each node the parts that its ranks load, and those that it keeps; False if one has no room."""
+        needs = agree_run(self._world, "look for copies", lambda: sorted(needed_parts(engine, parts)))
+        needs_of = [json.loads(text) for text in texts(self._world, json.dumps(needs))]
+        missing: list[set[int]] = []
+        for node, ranks in enumerate(self._nodes):
+            wanted = {part for rank in ranks for part in needs_of[rank]}
+            if len(parts) == self._world.size:  # else the next copy is cut anew
+                wanted |= self._kept_parts(node)
+            missing.append(wanted - has[node])
+        # Files may be longer, by other lengths on each node.
+        sizes = [max(box["bytes"][1] for box in part["shard"]["boxes"]) for part in parts]
+
+        def make_room() -> None:  # by one rank of a node: each alone would see the memory that is free for all
+            for part in missing[self._node] if self._leads else ():
+                self._room(slot, part, sizes[part])
+
+        failure = catch(make_room)[1]
         lacks = self._world.exchange(torch.tensor([float(failure is not None)], device="cpu"))
         if bool(lacks.any()):
             if self._rank == 0:
                 _log.warning("a node has no room for the parts of the others; the checkpoint on the disk is loaded")
             return False
-        # In one order on all ranks, so that none waits for another that waits for it.
-        for rank in range(copy.ranks):
-            source = next(self._nodes[node][0] for node, node_sizes in enumerate(has) if rank in node_sizes)
-            for node, node_sizes in enumerate(has):
-                target = self._nodes[node][0]
-                if rank not in node_sizes and self._rank == source:
-                    text = description(slot, rank).read_text(encoding="utf-8")
-                    size = has[me][rank]
-                    data = torch.from_file(str(slot / shard_file(rank)), shared=True, size=size, dtype=torch.uint8)
-                    for number, message in enumerate(_messages((data, text))):
-                        dist.send(message, target, self._links, number)
-                elif rank not in node_sizes and self._rank == target:
-                    self._receive(slot, rank, source)
-        del rooms
+        plan = deliveries(self._nodes, has, missing)
+        received = [delivery for delivery in plan if delivery.target == self._rank]
+        # All at once: who takes has room for them, and who sends has them in memory.
+        works: list[Any] = [
+            dist.irecv(self._room(slot, part, sizes[part]), source, self._links, part) for part, source, _ in received
+        ]
+        for part, source, target in plan:
+            if source == self._rank:
+                path = str(slot / shard_file(part))
+                data = torch.from_file(path, shared=True, size=sizes[part], dtype=torch.uint8)
+                works.append(dist.isend(data, target, self._links, part))
+        for work in works:
+            work.wait()
+        for part, _, _ in received:
+            write_text(description(slot, part), descriptions[part], flush=False)
+        if missing[self._node]:
+            self._files.clear()  # another rank of this node writes some of them next
         return True
 
     def forget(self, failed: bool = False) -> None:
@@ -336,7 +374,6 @@ class _Part(NamedTuple):
     ranks: int
     steps: int
     rank: int
-    nbytes: int
 
     @property
     def copy(self) -> _Copy:
@@ -359,7 +396,7 @@ def _parts(run_copies: Kept) -> list[_Part] | None:
             words, size = json.loads(path.read_text(encoding="utf-8")), data.stat().st_size
             named_by = (words["life"], words["sequence"], words["ranks"], words["global_steps"])
             if size >= max((box["bytes"][1] for box in words["shard"]["boxes"]), default=0):
-                parts.append(_Part(*named_by, int(path.stem[5:]), size))
+                parts.append(_Part(*named_by, int(path.stem[5:])))
     return parts
 
 
@@ -376,11 +413,9 @@ def _newest(on_node: list[list[list[Any]]]) -> _Copy | None:
     return None
 
 
-def _put_together(run_copies: Kept, copy: _Copy) -> None:
-    """Write the manifests of a copy, so that it is read as a checkpoint."""
-    slot = run_copies.slot(copy.sequence)
-    parts = [json.loads(description(slot, rank).read_text(encoding="utf-8")) for rank in range(copy.ranks)]
-    write_manifests(slot, parts[0]["state"], parts)
+def _put_together(run_copies: Kept, copy: _Copy, parts: list[dict[str, Any]]) -> None:
+    """Write the manifests of a copy, so that it is read as a checkpoint; some of its files may be on other nodes."""
+    write_manifests(run_copies.slot(copy.sequence), parts[0]["state"], parts)
 
 
 def _steps_on_disk(folder: Path) -> int:

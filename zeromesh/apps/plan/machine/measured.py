@@ -14,11 +14,11 @@ from zeromesh.apps.plan.machine.cluster import Device, LinkSpeed, Machine, Node
 from zeromesh.apps.plan.machine.presets import find_link
 from zeromesh.base.devices import find_accelerator
 from zeromesh.base.words import counted
+from zeromesh.comm.link_speeds import SPEED
 
 PADDINGS = (0.0, *(2.0 ** (power / 2) for power in range(15)))  # 1 to 128
 FILLS = (0.0, *(2.0 ** (power / 2) for power in range(8, 22)))  # 16 to 1,448
 CACHES = tuple(2.0 ** (power / 2) for power in range(38, 58))  # bytes, 512 KiB to 256 MiB
-ENOUGH = 1 << 20  # bytes per rank of an all-gather that shows its bandwidth
 UNMEASURED = "ethernet-10"  # link between nodes where there is one node
 
 
@@ -140,17 +140,17 @@ def measured_machine(nodes: Sequence[NodeFacts], links: Mapping[str, Any] | None
     between = _link(links, "across nodes", local)
     if between is None:
         between = find_link(f"1 x {UNMEASURED}", local)
-        notes.append(f"between nodes: not measured, as there was one node; taken as {UNMEASURED}")
+        notes.append(f"between nodes: {_why_unknown(links, 'across nodes', 'one node')}; taken as {UNMEASURED}")
     built = []
     for alike in kinds.values():
-        typical_node, said = _node(alike, inside)
+        typical_node, said = _node(alike, inside, _why_unknown(links, "within nodes", "one rank"))
         built.append((typical_node, len(alike)))
         notes += said
     name = ", ".join(f"{count} x {node.devices} x {node.device.name}" for node, count in built)
     return Machine(tuple(built), between, name, tuple(notes))
 
 
-def _node(alike: Sequence[NodeFacts], inside: LinkSpeed | None) -> tuple[Node, list[str]]:
+def _node(alike: Sequence[NodeFacts], inside: LinkSpeed | None, unknown: str) -> tuple[Node, list[str]]:
     first = alike[0]
     count = len(first.ranks)
     device, notes = _device(alike)
@@ -174,7 +174,7 @@ def _node(alike: Sequence[NodeFacts], inside: LinkSpeed | None) -> tuple[Node, l
         notes.append(f"a message between ranks of a node takes {inside.latency * 1e3:.2g} ms while all cores compute")
     if inside is None:
         inside = host
-        notes.append("inside a node: not measured, as there was one rank; taken as the link to the host")
+        notes.append(f"inside a node: {unknown}; taken as the link to the host")
     read, write, size = (statistics.median(values) for values in zip(*(node.disk for node in alike), strict=True))
     return (Node(device, count, inside, host, memory, bandwidth, first.cores, read, write, size, first.host), notes)
 
@@ -280,14 +280,14 @@ def _typical(ranks: Sequence[Mapping[str, Any]], name: str) -> float:
 def _link(links: Mapping[str, Any] | None, where: str, most: int) -> LinkSpeed | None:
     """Return the link of a kind: of a pair alone, and the share of it that an all-gather of all ranks reaches.
 
-    At most ``most`` devices of a node share it.
+    At most ``most`` devices of a node share it. None if no bandwidth of the kind is known.
     """
-    axes = [axis for axis in (links or {}).get("axes", ()) if axis["where"] == where]
-    pairs = [pair for pair in (links or {}).get("pairs", ()) if pair["where"] == where]
+    axes = [axis for axis in (links or {}).get("axes", ()) if axis["where"] == where and axis[SPEED] is not None]
+    pairs = [pair for pair in (links or {}).get("pairs", ()) if pair["where"] == where and pair[SPEED] is not None]
     if not axes and not pairs:
         return None
-    together = min(map(_rate, axes), default=0.0)
-    alone = statistics.median(pair["bandwidth_bytes_per_second"] for pair in pairs) if pairs else together
+    together = min((axis[SPEED] for axis in axes), default=0.0)
+    alone = statistics.median(pair[SPEED] for pair in pairs) if pairs else together
     together = together or alone
     # With n ranks a ring has n - 1 steps.
     latencies = [axis["latency_seconds"] / (axis["ranks"] - 1) for axis in axes]
@@ -297,11 +297,8 @@ def _link(links: Mapping[str, Any] | None, where: str, most: int) -> LinkSpeed |
     return LinkSpeed(bandwidth, latency, together * shared / bandwidth, shared)
 
 
-def _rate(axis: Mapping[str, Any]) -> float:
-    """Return the bytes per second that each rank receives in large all-gathers; 0 where only one size was measured."""
-    rows, speed = axis["all_gather"], float(axis["bandwidth_bytes_per_second"])
-    if rows[-1]["bytes"] >= ENOUGH:
-        return speed
-    # On a slow link or a busy machine, the time was up before a size whose latency does not count.
-    more, longer = (rows[-1][key] - rows[0][key] for key in ("bytes", "seconds"))
-    return max(speed, more * (axis["ranks"] - 1) / longer) if longer > 0 else 0.0
+def _why_unknown(links: Mapping[str, Any] | None, where: str, otherwise: str) -> str:
+    """Return why no bandwidth of a kind of link is known: what the measurement says, or that there was nothing."""
+    rows = [row for kind in ("axes", "pairs") for row in (links or {}).get(kind, ()) if row["where"] == where]
+    reasons = [row["unknown"] for row in rows if row[SPEED] is None]
+    return f"unknown: {reasons[0]}" if reasons else f"not measured, as there was {otherwise}"
