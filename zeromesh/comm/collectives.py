@@ -348,18 +348,23 @@ class Group:
         """Return every rank's ``vector``, 1-D, as the rows of one matrix on the host, shape ``(size, n)``."""
         device = torch.device("cpu") if self._hosted else self.device
         rows = torch.empty(self.size, vector.numel(), dtype=vector.dtype, device=device)
-        rows[self.rank] = vector
+        rows[0 if self._hosted else self.rank] = vector
         if self.size == 1:
             return rows.cpu()
-        others = self._others()
-        self._count("exchange", dict.fromkeys(others, vector.nbytes))
-        if self._hosted:
-            sends = [(peer, rows[self.rank]) for peer in others]
-            works = self._post([(peer, rows[peer]) for peer in reversed(others)], sends, tag)
-            self._pending("exchange", tag, works, rows.nbytes).wait()
-        else:
+        self._count("exchange", dict.fromkeys(self._others(), vector.nbytes))
+        if not self._hosted:
             all_gather(rows, rows[self.rank].clone(), group=self.process_group)
-        return rows.cpu()
+            return rows.cpu()
+        # In about log2(size) rounds, each of which doubles the rows that a rank has, those of the ranks behind it in
+        # their order; see Bruck et al., "Efficient Algorithms for All-to-All Communications", 1997.
+        filled = 1
+        while filled < self.size:
+            count = min(filled, self.size - filled)
+            source, target = (self.rank + filled) % self.size, (self.rank - filled) % self.size
+            works = self._post([(source, rows[filled : filled + count])], [(target, rows[:count])], tag)
+            self._pending("exchange", tag, works, rows.nbytes).wait()
+            filled += count
+        return rows.roll(self.rank, 0)
 
     def send_and_receive(
         self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], tag: int, what: str
