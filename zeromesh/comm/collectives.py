@@ -43,14 +43,16 @@ class Pending:
     then: Callable[[], None] | None = None  # final step, called once after all messages have arrived
     watchdog: Watchdog | None = None  # is notified of the wait
     nbytes: int = 0  # over this rank's link, from which the watchdog derives its limit
+    device: torch.device | None = None  # that waits for the messages, as with nccl; None: this process waits
     done: bool = False  # True after the wait
 
     def wait(self) -> None:
         """Block until the result is there (on CUDA: make the current stream wait for it). May be called again."""
         if self.done:
             return
-        if self.watchdog is not None:
-            self.watchdog.begin(self.what, self.nbytes)
+        watchdog = self.watchdog if self.device is None else None
+        if watchdog is not None:
+            watchdog.begin(self.what, self.nbytes)
         try:
             for work in self.works:
                 work.wait()
@@ -62,8 +64,10 @@ class Pending:
                 f"rank to fail says is the cause. ({error})"
             ) from error
         finally:
-            if self.watchdog is not None:
-                self.watchdog.end()
+            if watchdog is not None:
+                watchdog.end()
+        if self.watchdog is not None and self.device is not None:
+            self.watchdog.queued(self.what, self.device)
         self.done = True
         if self.then is not None:
             self.then()
@@ -318,7 +322,7 @@ class Group:
     ) -> Pending:
         purpose = f" ({self.purposes[tag]})" if tag in self.purposes else ""
         what = f"{collective} over the axis {self.axis}, tag {tag}{purpose}"
-        return Pending(what, works, then, self._watchdog, nbytes)
+        return Pending(what, works, then, self._watchdog, nbytes, None if self._hosted else self.device)
 
     def _others(self) -> list[int]:
         # By distance, so that not all ranks send to the same one first.

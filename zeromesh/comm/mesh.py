@@ -73,15 +73,16 @@ class Mesh:
         self.traffic = Traffic()
         backend = backend_for(device)
         self._watchdog = None
-        # nccl's waits are the device's, and an MPI that torch was built with has no store to say them in.
-        if self.world_size > 1 and backend == "gloo":
+        # An MPI that torch was built with has no store to say waits in.
+        if self.world_size > 1 and backend in ("gloo", "nccl"):
             self._watchdog = watchdog.Watchdog(self.store, self.rank, self.world_size, watchdog.PATIENCE)
         self._over_mpi = self.world_size > 1 and mpi.carries() and self.links.local is not True
         self._local = None
         # With an accelerator, host memory may be of a kind that other processes cannot read.
         through_memory = device.type == "cpu" if self.links.local is None else self.links.local
         if self.world_size > 1 and backend == "gloo" and through_memory and not self._over_mpi:
-            self._local = local.transport(required=self.links.local is True)
+            start = Group("world", dist.group.WORLD, device, Traffic())  # what starts is not counted
+            self._local = local.transport(self.links.local is True, start.exchange)
         self.node_of = [0] * self.world_size  # by rank
         if self.links.node is not None:
             world = Group("world", dist.group.WORLD, device, self.traffic, self._watchdog)
@@ -157,7 +158,7 @@ class Mesh:
     @property
     def waited(self) -> float | None:
         """Seconds that this rank has spent in waits for others; None where they are the device's, as with nccl."""
-        return None if self._watchdog is None else self._watchdog.waited
+        return None if self._watchdog is None or backend_for(self.device) != "gloo" else self._watchdog.waited
 
     def neighbours(self, axis: str, count: int) -> Group:
         """Return the group of ``count`` consecutive ranks on ``axis`` that contains this rank. Collective.

@@ -11,9 +11,10 @@ import re
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from hmac import compare_digest
+from itertools import chain, islice
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -29,6 +30,9 @@ from zeromesh.comm.trust import SECRET, SealedStore, run_name, run_token, sign
 START_SECONDS = 300.0  # that ranks wait for each other, unless ZEROMESH_START_TIMEOUT is set
 
 FAREWELL_SECONDS = 10.0  # that a rank that cannot go on tries to report why to the others
+
+POLLS = 4000  # calls per second that all ranks that wait make of the store
+SHOWN = 20  # ranks that did not come and are named, at most
 
 _log = logging.getLogger("zeromesh")
 
@@ -176,15 +180,18 @@ class Meeting:
 
     def _await(self, key: str, ranks: Sequence[int], shown: str = "here/") -> None:
         """Wait for a key; raise StartError, which names those of the ranks that have not come, after the limit."""
-        pause, missing = 0.001, []
+        pause, missing, count = 0.001, [], 0
+        # Polled, as torch's own wait ignores Ctrl-C, and prints two warnings on a timeout; the less often the more
+        # ranks there are, as one store serves some 20,000 calls a second.
+        longest = max(0.02, 2 * len(self._ranks) / POLLS)
         try:
-            # Polled, as torch's own wait ignores Ctrl-C, and prints two warnings on a timeout.
             while not (come := self._store.check([key])) and not self._store.check(["problem"]):
                 if time.monotonic() > self._end:
-                    missing = [str(rank) for rank in ranks if not self._store.check([f"{shown}{rank}"])]
+                    missing = [*islice(self._missing([f"{shown}{rank}" for rank in ranks]), SHOWN)]
+                    count = len(ranks) - (self._store.add(f"{shown}count", 0) if len(ranks) > 1 else 0)
                     break
                 time.sleep(min(pause, max(0.0, self._end - time.monotonic())))
-                pause = min(2 * pause, 0.2)
+                pause = min(2 * pause, longest)
             problem = "" if come or missing else self._store.get("problem").decode(errors="replace")
         except RuntimeError as error:
             raise StartError(
@@ -192,7 +199,8 @@ class Meeting:
                 "the output of rank 0"
             ) from None
         if missing:
-            shown = ", ".join(missing[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
+            more = count - len(missing)
+            shown = ", ".join(key.removeprefix(shown) for key in missing) + (f" and {more} more" if more > 0 else "")
             raise StartError(
                 f"of {len(self._ranks)} ranks, {shown} did not come to {self._master} within {_text(self._limit)}; see "
                 "whether they are running, have failed before, and can reach that address. ZEROMESH_START_TIMEOUT sets "
@@ -204,6 +212,12 @@ class Meeting:
             if not compare_digest(problem[:_SIGNATURE].encode(), self._signature("problem", text).encode()):
                 text = f"somebody who does not have the token of {self._run!r} has reported a problem at {self._master}"
             raise StartError(text)
+
+    def _missing(self, keys: Sequence[str]) -> Iterator[str]:
+        """Yield the keys that are not there, of which many are asked for at once."""
+        if not self._store.check(keys):
+            half = len(keys) // 2
+            yield from keys if not half else chain(self._missing(keys[:half]), self._missing(keys[half:]))
 
 
 def _serves(environment: Environment) -> bool:
