@@ -8,7 +8,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from harness import run_ranks
+from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
+from zeromesh.comm.rendezvous import Meeting
+from zeromesh.comm.traffic import Traffic
 
 
 @pytest.mark.parametrize("world", [64, 4096])
@@ -23,3 +27,33 @@ def test_a_mesh_of_five_axes_makes_only_the_groups_that_a_rank_is_in(world: int)
         assert all(call.kwargs["use_local_synchronization"] for call in make.call_args_list)
     finally:
         dist.destroy_process_group()
+
+
+def count_messages() -> tuple[list[float], int]:
+    world = Group("world", dist.group.WORLD, torch.device("cpu"), Traffic())
+    with patch.object(Group, "_post", autospec=True, side_effect=Group._post) as post:
+        rows = world.exchange(torch.tensor([float(dist.get_rank())]))
+    return rows.flatten().tolist(), sum(len(call.args[2]) for call in post.call_args_list)
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_an_exchange_costs_a_rank_as_many_messages_as_the_number_of_ranks_has_bits(ranks: int) -> None:
+    assert run_ranks(count_messages, ranks) == [([*map(float, range(ranks))], 2)] * ranks
+
+
+class Missing:
+    """Store in which all keys are but some, which counts the calls."""
+
+    def __init__(self, *ranks: int) -> None:
+        self.keys, self.calls = {f"here/{rank}" for rank in ranks}, 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.calls += 1
+        return self.keys.isdisjoint(keys)
+
+
+def test_ranks_that_do_not_come_are_found_with_few_calls_of_the_store() -> None:
+    meeting = Meeting.__new__(Meeting)
+    meeting._store = store = Missing(7, 16000)
+    assert [*meeting._missing([f"here/{rank}" for rank in range(16384)])] == ["here/7", "here/16000"]
+    assert store.calls <= 4 * 14
