@@ -14,9 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 import zeromesh
-from harness import RankFailure, run_mpi_ranks, run_ranks, spawn_ranks
+from harness import RankFailure, on_ranks, run_mpi_ranks, run_ranks, spawn_ranks
 from run import sgd, start_engine, train_step
+from zeromesh.comm import mesh as mesh_module
 from zeromesh.comm import relay, signs, watchdog
+from zeromesh.comm.collectives import Pending
+from zeromesh.comm.mesh import Mesh
 
 
 def make_engine(patience: float) -> zeromesh.Engine:
@@ -333,3 +336,15 @@ def test_the_watchdog_watches_over_mpi_too() -> None:
 def test_a_slow_rank_is_waited_for() -> None:
     norms = run_ranks(one_rank_is_slow, 2)
     assert norms[0] == norms[1] > 0
+
+
+@on_ranks(2)
+def test_over_nccl_a_mesh_has_a_watchdog_too() -> None:
+    with patch.object(mesh_module, "backend_for", lambda device, group=None: "nccl"):
+        mesh = Mesh({"data": 2}, torch.device("cpu"))
+        assert mesh._watchdog is not None
+        assert mesh.waited is None, "its waits are the device's"
+        with patch.object(watchdog.Watchdog, "queued") as queued:
+            Pending("all_gather", watchdog=mesh._watchdog, device=mesh.device).wait()
+    queued.assert_called_once_with("all_gather", mesh.device)
+    assert mesh._watchdog.waited == 0.0
