@@ -355,19 +355,21 @@ class Group:
         rows[0 if self._hosted else self.rank] = vector
         if self.size == 1:
             return rows.cpu()
-        self._count("exchange", dict.fromkeys(self._others(), vector.nbytes))
         if not self._hosted:
+            self._count("exchange", dict.fromkeys(self._others(), vector.nbytes))
             all_gather(rows, rows[self.rank].clone(), group=self.process_group)
             return rows.cpu()
         # In about log2(size) rounds, each of which doubles the rows that a rank has, those of the ranks behind it in
         # their order; see Bruck et al., "Efficient Algorithms for All-to-All Communications", 1997.
-        filled = 1
+        filled, sent = 1, dict[int, int]()
         while filled < self.size:
             count = min(filled, self.size - filled)
             source, target = (self.rank + filled) % self.size, (self.rank - filled) % self.size
             works = self._post([(source, rows[filled : filled + count])], [(target, rows[:count])], tag)
             self._pending("exchange", tag, works, rows.nbytes).wait()
+            sent[target] = count * vector.nbytes
             filled += count
+        self._count("exchange", sent)
         return rows.roll(self.rank, 0)
 
     def send_and_receive(
