@@ -299,6 +299,14 @@ def test_meshes_of_equal_sizes_share_their_groups() -> None:
 
 
 @on_ranks(4)
+def test_members_that_have_made_other_numbers_of_groups_make_a_mesh_together() -> None:
+    """Between its members alone, torch would give a group another name on each of them, and they would wait."""
+    if dist.get_rank() < 3:
+        dist.new_group([0, 1, 2], use_local_synchronization=True)
+    assert arrange({"data": 2, "tensor": 2})["members"]["data"] == [dist.get_rank() % 2, dist.get_rank() % 2 + 2]
+
+
+@on_ranks(4)
 def test_groups_of_a_default_group_that_was_destroyed_are_not_used_again() -> None:
     before, found = dist.group.WORLD, [arrange({"replicate": 2, "data": 2})]
     dist.barrier()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar, cast
 
 import torch
@@ -39,14 +39,16 @@ def agree_success(world: Group, what: str, failure: Exception | None) -> None:
 
     A rank with a ``failure`` raises it; the others raise a RuntimeError that quotes the first. ``what`` was tried.
     """
-    failed = world.exchange(torch.tensor([float(failure is not None)], dtype=torch.float64, device="cpu"))
-    if not bool(failed.any()):
-        return
+    agree(world, what, failure, {})
+
+
+def _raise_failure(world: Group, what: str, failure: Exception | None, failed: torch.Tensor) -> None:
+    """Raise this rank's failure, or one that quotes the first of those that failed. Collective."""
     # Before anybody raises: this is collective, too.
     said = texts(world, "" if failure is None else str(failure) or type(failure).__name__)
     if failure is not None:
         raise failure
-    rank = int(failed.flatten().nonzero()[0])
+    rank = int(failed.nonzero()[0])
     raise RuntimeError(f"rank {rank} could not {what}: {said[rank]}")
 
 
@@ -75,11 +77,27 @@ def describe(model: nn.Module) -> str:
 
 def require_agreement(world: Group, what: str, text: str) -> None:
     """Raise ValueError, with the first lines that differ, unless all ranks have the same text. Collective."""
-    data = text.encode()
-    digest = int.from_bytes(hashlib.sha256(data).digest()[:7], "big")  # 7 bytes fit into a signed 64-bit integer
-    rows = world.exchange(torch.tensor([digest, len(data)], dtype=torch.int64, device="cpu"))
-    if bool((rows == rows[0]).all()):
-        return
+    agree(world, "", None, {what: text})
+
+
+def agree(world: Group, what: str, failure: Exception | None, compared: Mapping[str, str]) -> None:
+    """Raise on all ranks if one failed, as ``agree_success``, or if texts differ, as ``require_agreement``. Collective.
+
+    One exchange for all of them. A rank with a ``failure`` need not have the texts: of as many, any will do.
+    """
+    digests = [hashlib.sha256(text.encode()).digest() for text in compared.values()]
+    # 7 bytes fit into a signed 64-bit integer.
+    numbers = [int.from_bytes(digest[:7], "big") for digest in digests]
+    rows = world.exchange(torch.tensor([int(failure is not None), *numbers], dtype=torch.int64, device="cpu"))
+    if bool(rows[:, 0].any()):
+        _raise_failure(world, what, failure, rows[:, 0])
+    for (name, text), column in zip(compared.items(), rows.T[1:], strict=True):
+        if bool((column != column[0]).any()):
+            _raise_difference(world, name, text)
+
+
+def _raise_difference(world: Group, what: str, text: str) -> None:
+    """Raise ValueError with the first lines that differ between the ranks. Collective."""
     ranks_with: dict[str, list[int]] = {}
     for rank, rank_text in enumerate(texts(world, text)):
         ranks_with.setdefault(rank_text, []).append(rank)

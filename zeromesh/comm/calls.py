@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from zeromesh.comm import watchdog
 from zeromesh.comm.peers import named
+from zeromesh.comm.signs import read_waits
 from zeromesh.comm.watchdog import SLOWEST_LINK, Watchdog
 
 # Functions whose first tensor has one shape and dtype on all ranks; not every version of torch has all of them.
@@ -44,7 +45,7 @@ CALLS = (
     "all_reduce_coalesced", "all_gather_coalesced", "monitored_barrier",
 )  # fmt: skip
 
-PAUSE = 0.001  # seconds between two reads of the store
+PAUSE, LONGEST_PAUSE = 0.001, 0.1  # seconds between two reads of the store, the first and the last ones
 
 _log = logging.getLogger("zeromesh")
 
@@ -58,7 +59,7 @@ def compare_calls(store: Any, watched: Watchdog | None, patience: float) -> None
 
     Args:
         store: the process group's key-value store.
-        watched: is notified of waits; None with nccl, where nobody says what else a missing rank waits for.
+        watched: is notified of waits; None where nobody says what else a missing rank waits for.
         patience: seconds after which a rank that does not come is named.
     """
     counts: dict[str, int] = defaultdict(int)
@@ -103,22 +104,26 @@ def _compare(
         watched.begin(f"{_shown(call)}, collective {number} of {group.group_name}", int(3 * patience * SLOWEST_LINK))
     try:
         calls = {own_rank: call}
-        due, before = time.monotonic() + patience, dict[int, Any]()
+        due, before, pause = time.monotonic() + patience, dict[int, Any](), PAUSE
         while missing := [rank for rank in ranks if rank not in calls]:
-            for rank in missing:
-                if text := watchdog.last_said(store, f"{base}/{number}/{rank}"):
-                    calls[rank] = json.loads(text)
+            keys = [f"{base}/{number}/{rank}" for rank in missing]
+            if not store.check(keys):  # all at once, and one by one only where some do not come
+                keys = [key for key in keys if store.check([key])] if time.monotonic() > due else []
+            for key, text in zip(keys, store.multi_get(keys) if keys else [], strict=True):
+                calls[int(key.rpartition("/")[2])] = json.loads(text)
             if time.monotonic() > due and (missing := [rank for rank in ranks if rank not in calls]):
                 due += patience
-                elsewhere = {rank: watchdog.wait_of(store, rank) for rank in missing}
+                waits = read_waits(store)
+                elsewhere = {rank: waits.get(rank, {}) for rank in missing}
                 text = f"{named(missing)} did not join {_shown(call)} as collective {number} of {group.group_name}"
                 # A rank that waits for the same thing as at the last look will not come; another may just be slow.
                 if elsewhere == before and all(elsewhere.values()):
-                    waits = [f"  rank {rank} waits for {w['what']}, at {w['where']}" for rank, w in elsewhere.items()]
-                    raise CollectiveMismatch("\n".join([f"{text}:", *waits]))
+                    lines = [f"  rank {rank} waits for {w['what']}, at {w['where']}" for rank, w in elsewhere.items()]
+                    raise CollectiveMismatch("\n".join([f"{text}:", *lines]))
                 _log.warning("rank %d waits: %s so far", own_rank, text)
                 before = elsewhere
-            time.sleep(PAUSE)
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
     finally:
         if watched is not None:
             watched.end()

@@ -51,14 +51,16 @@ class Pending:
     then: Callable[[], None] | None = None  # final step, called once after all messages have arrived
     watchdog: Watchdog | None = None  # is notified of the wait
     nbytes: int = 0  # over this rank's link, from which the watchdog derives its limit
+    device: torch.device | None = None  # that waits for the messages, as with nccl; None: this process waits
     done: bool = False  # True after the wait
 
     def wait(self) -> None:
         """Block until the result is there (on CUDA: make the current stream wait for it). May be called again."""
         if self.done:
             return
-        if self.watchdog is not None:
-            self.watchdog.begin(self.what, self.nbytes)
+        watchdog = self.watchdog if self.device is None else None
+        if watchdog is not None:
+            watchdog.begin(self.what, self.nbytes)
         try:
             for work in self.works:
                 work.wait()
@@ -67,8 +69,10 @@ class Pending:
         except RuntimeError as error:
             raise _lost(self.what, "finished", error) from error
         finally:
-            if self.watchdog is not None:
-                self.watchdog.end()
+            if watchdog is not None:
+                watchdog.end()
+        if self.watchdog is not None and self.device is not None:
+            self.watchdog.queued(self.what, self.device)
         self.done = True
         if self.then is not None:
             self.then()
@@ -329,7 +333,7 @@ class Group:
     ) -> Pending:
         purpose = f" ({self.purposes[tag]})" if tag in self.purposes else ""
         what = f"{collective} over the axis {self.axis}, tag {tag}{purpose}"
-        return Pending(what, works, then, self._watchdog, nbytes)
+        return Pending(what, works, then, self._watchdog, nbytes, None if self._hosted else self.device)
 
     def _others(self) -> list[int]:
         # By distance, so that not all ranks send to the same one first.
@@ -380,18 +384,26 @@ class Group:
         """Return every rank's ``vector``, 1-D, as the rows of one matrix on the host, shape ``(size, n)``."""
         device = torch.device("cpu") if self._hosted else self.device
         rows = torch.empty(self.size, vector.numel(), dtype=vector.dtype, device=device)
-        rows[self.rank] = vector
+        rows[0 if self._hosted else self.rank] = vector
         if self.size == 1:
             return rows.cpu()
-        others = self._others()
-        self._count_to_all("exchange", vector.nbytes)
-        if self._hosted:
-            sends = [(peer, rows[self.rank]) for peer in others]
-            works = self._post([(peer, rows[peer]) for peer in reversed(others)], sends, tag)
-            self._pending("exchange", tag, works, rows.nbytes).wait()
-        else:
+        if not self._hosted:
+            self._count_to_all("exchange", vector.nbytes)
             all_gather(rows, rows[self.rank].clone(), group=self.process_group)
-        return rows.cpu()
+            return rows.cpu()
+        # In about log2(size) rounds, each of which doubles the rows that a rank has, those of the ranks behind it in
+        # their order; see Bruck et al., "Efficient Algorithms for All-to-All Communications", 1997.
+        filled, sent, across, here = 1, 0, 0, self._node_of[self.rank]
+        while filled < self.size:
+            count = min(filled, self.size - filled)
+            source, target = (self.rank + filled) % self.size, (self.rank - filled) % self.size
+            works = self._post([(source, rows[filled : filled + count])], [(target, rows[:count])], tag)
+            self._pending("exchange", tag, works, rows.nbytes).wait()
+            sent += count * vector.nbytes
+            across += count * vector.nbytes if self._node_of[target] != here else 0
+            filled += count
+        self._traffic.add("exchange", self.axis, sent, across)
+        return rows.roll(self.rank, 0)
 
     def reduce(
         self, largest: torch.Tensor, sums: torch.Tensor | None = None, tag: int = 1

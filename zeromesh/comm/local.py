@@ -10,14 +10,14 @@ from __future__ import annotations
 import atexit
 import ctypes
 import errno
+import hashlib
 import os
 import threading
 import time
 import zlib
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from zeromesh.base.kernels.native import SUMMED, library
-from zeromesh.comm.messages import gather_json
-from zeromesh.comm.watchdog import PLACE
+from zeromesh.comm.messages import gather_rows
+from zeromesh.comm.signs import PLACE
 
 LEAVING = 1000  # milliseconds that an ending process gives others to copy what was sent to them
 _PAUSE = 1000  # milliseconds after which a wait lets Python handle signals
@@ -61,36 +61,47 @@ class Message:
 
 
 class Transport:
-    """This process's messages to and from the ranks whose memory it can read. The constructor is collective."""
+    """This process's messages to and from the ranks whose memory it can read. The constructor is collective.
 
-    def __init__(self) -> None:
-        rank, size = dist.get_rank(), dist.get_world_size()
+    Args:
+        exchange: makes every rank's vector, as the rows of one matrix on the host, of this rank's.
+    """
+
+    def __init__(self, exchange: Callable[[torch.Tensor], torch.Tensor] = gather_rows) -> None:
+        rank = dist.get_rank()
         self.timeout = _timeout().total_seconds()
         native_library = library()
         native: Any = native_library.handle if native_library is not None and native_library.has_links else None
         self._native = native
         self._instructions = 0 if native_library is None else native_library.choose(None)
         self._dropped: deque[tuple[ctypes.c_void_p, Sequence[torch.Tensor]]] = deque()
-        self._link, mine = 0, None
-        if native is not None:
-            file, address = ctypes.c_int32(), ctypes.c_uint64()
-            self._link = native.zeromesh_link_open(rank, size, ctypes.byref(file), ctypes.byref(address)) or 0
-            mine = (_place(), os.getpid(), file.value, address.value) if self._link else None
-        shown = gather_json(mine)
-        reached = {
-            peer
-            for peer, other in enumerate(shown)
-            if mine is not None
-            and other is not None
-            and peer != rank
-            and other[0] == mine[0]
-            and not native.zeromesh_link_join(self._link, peer, *other[1:])
-        }
-        if reached and native.zeromesh_link_start(self._link):
-            reached = set()
-        every = gather_json(sorted(reached))
-        self.ranks = frozenset(peer for peer in reached if rank in every[peer])
-        self.complete = all(len(peers) == size - 1 for peers in every)
+        self._link, self.ranks, self.complete = 0, frozenset[int](), False
+        self._of_sums: dict[tuple[int, ...], tuple[Any, str]] = {}  # of ranks, see _sources
+        place_number = 1 + int.from_bytes(hashlib.sha256(_place().encode()).digest()[:7], "big")
+        places = exchange(torch.tensor([place_number if native is not None else 0])).flatten().tolist()
+        here = [peer for peer, place in enumerate(places) if peer == rank or (place and place == places[rank])]
+        # Memory and messages to others are numbered among the ranks of this place, not among all.
+        self._number = {peer: number for number, peer in enumerate(here)}
+        most = max(Counter(filter(None, places)).values(), default=1)
+        if most == 1:
+            return
+        file, address = ctypes.c_int32(), ctypes.c_uint64()
+        if len(here) > 1:
+            number, places_of = self._number[rank], (ctypes.byref(file), ctypes.byref(address))
+            self._link = native.zeromesh_link_open(number, len(here), *places_of) or 0
+        rows = exchange(torch.tensor([os.getpid(), file.value, address.value] if self._link else [0] * 3)).tolist()
+        reached = torch.zeros(most, dtype=torch.uint8)
+        if self._link:
+            for peer, number in self._number.items():
+                joins = peer != rank and rows[peer][0]
+                reached[number] = joins and not native.zeromesh_link_join(self._link, number, *rows[peer])
+            if bool(reached.any()) and native.zeromesh_link_start(self._link):
+                reached.zero_()
+        every = exchange(reached)
+        self.ranks = frozenset(
+            peer for peer, number in self._number.items() if reached[number] and every[peer, self._number[rank]]
+        )
+        self.complete = int(every.sum()) == len(places) * (len(places) - 1)
         if self._link:
             _all.add(self)
 
@@ -98,7 +109,7 @@ class Transport:
         """Start to send a contiguous tensor to a rank of all ranks, or to receive one; both sides give the same key."""
         message = self._message([tensor], f"the message {'to' if sends else 'from'} rank {rank}")
         error = self._native.zeromesh_link_post(
-            self._link, sends, rank, key, tensor.data_ptr(), tensor.nbytes, ctypes.byref(message.handle)
+            self._link, sends, self._number[rank], key, tensor.data_ptr(), tensor.nbytes, ctypes.byref(message.handle)
         )
         return self._posted(message, error)
 
@@ -116,7 +127,7 @@ class Transport:
             add: add the sum, when it is whole, to what ``out`` holds.
         """
         assert part.shape == out.shape, (part.shape, out.shape)
-        numbers, what = _numbers(tuple(ranks))
+        numbers, what = self._sources(tuple(ranks))
         message = self._message([part, out], what)
         error = self._native.zeromesh_link_sum(
             self._link,
@@ -134,6 +145,13 @@ class Transport:
             ctypes.byref(message.handle),
         )
         return self._posted(message, error)
+
+    def _sources(self, ranks: tuple[int, ...]) -> tuple[Any, str]:
+        """Return ranks as the native library takes them, and the name of the sum of their messages."""
+        if ranks not in self._of_sums:
+            numbers = (ctypes.c_int32 * len(ranks))(*(self._number[peer] for peer in ranks))
+            self._of_sums[ranks] = numbers, f"the sum of messages from ranks {', '.join(map(str, ranks))}"
+        return self._of_sums[ranks]
 
     def _message(self, tensors: Sequence[torch.Tensor], what: str) -> Message:
         for tensor in tensors:
@@ -237,21 +255,15 @@ class LocalGroup:
         return self._group.send([tensor], peer, tag) if sends else self._group.recv([tensor], peer, tag)
 
 
-@lru_cache(maxsize=64)
-def _numbers(ranks: tuple[int, ...]) -> tuple[Any, str]:
-    """Return ranks as the native library takes them, and the name of the sum of their messages."""
-    return (ctypes.c_int32 * len(ranks))(*ranks), f"the sum of messages from ranks {', '.join(map(str, ranks))}"
-
-
-def transport(required: bool) -> Transport:
-    """Return the transport among all ranks; the first call is collective.
+def transport(required: bool, exchange: Callable[[torch.Tensor], torch.Tensor] = gather_rows) -> Transport:
+    """Return the transport among all ranks; the first call is collective, and exchanges rows by ``exchange``.
 
     Raise ValueError if it is ``required`` and a rank cannot read the memory of another.
     """
     world = dist.group.WORLD
     assert world is not None
     if world not in _made:
-        _made[world] = Transport()
+        _made[world] = Transport(exchange)
     world_transport = _made[world]
     if required and not world_transport.complete:
         raise ValueError(

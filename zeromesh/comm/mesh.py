@@ -22,9 +22,9 @@ from zeromesh.comm.traffic import Traffic
 
 _Shape = tuple[int, ...]
 
-# By default group, device type, sizes and order of ranks: this rank's group along each axis. Threads and sockets of a
+# By default group, device type, sizes and order of ranks, and axis: this rank's group. Threads and sockets of a
 # group stay until the default group is destroyed, and all others with it; a process may make many engines before that.
-_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, _Shape, _Shape], list[dist.ProcessGroup]]]
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, _Shape, _Shape, int], dist.ProcessGroup]]
 _made = WeakKeyDictionary()
 
 _ORDER = tuple(AXES)
@@ -73,15 +73,16 @@ class Mesh:
         self.traffic = Traffic()
         backend = backend_for(device)
         self._watchdog = None
-        # nccl's waits are the device's, and an MPI that torch was built with has no store to say them in.
-        if self.world_size > 1 and backend == "gloo":
+        # An MPI that torch was built with has no store to say waits in.
+        if self.world_size > 1 and backend in ("gloo", "nccl"):
             self._watchdog = watchdog.Watchdog(self.store, self.rank, self.world_size, watchdog.PATIENCE)
         self._over_mpi = self.world_size > 1 and mpi.carries() and self.links.local is not True
         self._local = None
         # With an accelerator, host memory may be of a kind that other processes cannot read.
         through_memory = device.type == "cpu" if self.links.local is None else self.links.local
         if self.world_size > 1 and backend == "gloo" and through_memory and not self._over_mpi:
-            self._local = local.transport(required=self.links.local is True)
+            start = Group("world", dist.group.WORLD, device, Traffic())  # what starts is not counted
+            self._local = local.transport(self.links.local is True, start.exchange)
         self.node_of = [0] * self.world_size  # by rank
         if self.links.node is not None:
             world = Group("world", dist.group.WORLD, device, self.traffic, self._watchdog)
@@ -100,7 +101,7 @@ class Mesh:
         if len(axes) == 1:  # needs no process group of its own, whose threads and sockets cost time and memory
             groups |= {axes[0]: self._make_group(axes[0], dist.group.WORLD)}
         elif axes:
-            members = _groups_of(self.device.type, tuple(self.sizes[axis] for axis in axes), self._order)
+            members = _groups_of(self.device, tuple(self.sizes[a] for a in axes), self._order, range(len(axes)))
             groups |= {axis: self._make_group(axis, member) for axis, member in zip(axes, members, strict=True)}
         sharding = [axis for axis in axes if AXES[axis].shards]
         groups["shard"] = self._merged_group("+".join(sharding), sharding, groups) if sharding else groups["data"]
@@ -117,7 +118,9 @@ class Mesh:
         order = ranks.permute([_ORDER.index(axis) for axis in (*rest, *axes)]).flatten().tolist()
         sizes = [self.sizes[axis] for axis in rest if self.sizes[axis] > 1]
         shape = (*sizes, prod(self.sizes[axis] for axis in axes))
-        merged = dist.group.WORLD if len(shape) == 1 else _groups_of(self.device.type, shape, tuple(order))[-1]
+        merged = dist.group.WORLD
+        if len(shape) > 1:
+            (merged,) = _groups_of(self.device, shape, tuple(order), [len(shape) - 1])
         return self._make_group(name, merged)
 
     @property
@@ -155,7 +158,7 @@ class Mesh:
     @property
     def waited(self) -> float | None:
         """Seconds that this rank has spent in waits for others; None where they are the device's, as with nccl."""
-        return None if self._watchdog is None else self._watchdog.waited
+        return None if self._watchdog is None or backend_for(self.device) != "gloo" else self._watchdog.waited
 
     def neighbours(self, axis: str, count: int) -> Group:
         """Return the group of ``count`` consecutive ranks on ``axis`` that contains this rank. Collective.
@@ -172,8 +175,8 @@ class Mesh:
         if name not in self._groups:
             shape = [part for a in AXES for part in ((size // count, count) if a == axis else (self.sizes[a],))]
             place = sum(1 for a in _ORDER[: _ORDER.index(axis)] if self.sizes[a] > 1) + (size > count)
-            members = _groups_of(self.device.type, tuple(part for part in shape if part > 1), self._order)
-            self._groups[name] = self._make_group(name, members[place])
+            (members,) = _groups_of(self.device, tuple(part for part in shape if part > 1), self._order, [place])
+            self._groups[name] = self._make_group(name, members)
         return self._groups[name]
 
     @property
@@ -226,16 +229,33 @@ class Mesh:
         return prod(self.sizes[axis] for axis, role in AXES.items() if role.averaged)
 
 
-def _groups_of(device_type: str, shape: _Shape, order: _Shape) -> list[dist.ProcessGroup]:
-    """Return this rank's group along each of several axes. The first call for a shape and order is collective."""
-    world = dist.group.WORLD
-    assert world is not None
+def _groups_of(device: torch.device, shape: _Shape, order: _Shape, axes: Sequence[int]) -> list[dist.ProcessGroup]:
+    """Return this rank's group along some of several axes. The first call for a shape and order is collective."""
+    world: Any = dist.group.WORLD
     groups = _made.setdefault(world, {})
-    if (device_type, shape, order) not in groups:
-        # Imported here: a run along one axis, the usual one, need not pay for it.
-        from torch.distributed.device_mesh import DeviceMesh
+    missing = [axis for axis in axes if (device.type, shape, order, axis) not in groups]
+    alone = bool(missing) and _can_make_alone(world, device)
+    # On the CPU, also where ``initialize`` was called under another default device.
+    ranks = torch.tensor(order, device="cpu").view(shape)
+    for axis in missing:
+        group = _new_group(world, ranks.movedim(axis, -1).reshape(-1, shape[axis]), alone)
+        groups[device.type, shape, order, axis] = trust.prove(group)
+    return [groups[device.type, shape, order, axis] for axis in axes]
 
-        # On the CPU, also where ``initialize`` was called under another default device.
-        ranks = torch.tensor(order, device="cpu").view(shape)
-        groups[device_type, shape, order] = [*map(trust.prove, DeviceMesh(device_type, ranks).get_all_groups())]
-    return groups[device_type, shape, order]
+
+def _can_make_alone(world: Any, device: torch.device) -> bool:
+    """Return whether the members of a group can make it without all other ranks. Collective."""
+    # torch names such a group by the number of groups that each member has.
+    count = torch.tensor([len(dist.distributed_c10d._world.pg_names)], device="cpu")
+    counts = Group("world", world, device, Traffic()).exchange(count)
+    return dist.get_backend() != "mpi" and bool((counts == counts[0]).all())
+
+
+def _new_group(world: Any, lines: torch.Tensor, alone: bool) -> Any:
+    """Make this rank's group, one of the rows of a matrix; where it is possible, none of the others."""
+    if world.bound_device_id is not None:  # nccl splits all of them off in one call
+        return dist.split_group(world, lines.tolist())
+    rank = dist.get_rank()
+    if alone:
+        return dist.new_group(lines[(lines == rank).any(1)][0].tolist(), use_local_synchronization=True)
+    return next(group for line, group in [(line, dist.new_group(line)) for line in lines.tolist()] if rank in line)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,14 +37,16 @@ def gather_texts(text: str, exchange: Callable[[torch.Tensor], torch.Tensor]) ->
     return [row[:length].numpy().tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
 
 
+def gather_rows(vector: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """Return every rank's vector, 1-D, as the rows of one matrix on the host. Collective of torch's own."""
+    device = torch.device("cpu") if "cpu" in backends(group) else torch.accelerator.current_accelerator()
+    vector = vector.to(device)
+    rows = [torch.empty_like(vector) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, vector, group=group)
+    return torch.stack(rows).cpu()
+
+
 def gather_json(value: Any, group: Any = None) -> list[Any]:
     """Return every rank's ``value``, which JSON holds, by rank of the process group. Collective."""
-    device = torch.device("cpu") if "cpu" in backends(group) else torch.accelerator.current_accelerator()
-
-    def exchange(vector: torch.Tensor) -> torch.Tensor:
-        vector = vector.to(device)
-        rows = [torch.empty_like(vector) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(rows, vector, group=group)
-        return torch.stack(rows).cpu()
-
-    return [json.loads(text) for text in gather_texts(json.dumps(value), exchange)]
+    texts = gather_texts(json.dumps(value), partial(gather_rows, group=group))
+    return [json.loads(text) for text in texts]

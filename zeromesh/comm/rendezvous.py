@@ -12,9 +12,10 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from hmac import compare_digest
+from itertools import chain, islice
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -34,6 +35,9 @@ PATIENCE_SECONDS = 10.0  # of a wait in silence; then the log says what may be w
 FAREWELL_SECONDS = 10.0  # that a rank that cannot go on tries to report why to the others
 
 LEAVING_SECONDS = 5.0  # that rank 0 stays at its end for others that still use its store
+
+POLLS = 4000  # calls per second that all ranks that wait make of the store
+SHOWN = 20  # ranks that did not come and are named, at most
 
 _log = logging.getLogger("zeromesh")
 
@@ -200,18 +204,21 @@ class Meeting:
 
     def _await(self, key: str, ranks: Sequence[int], shown: str = "here/") -> None:
         """Wait for a key; raise StartError, which names those of the ranks that have not come, after the limit."""
-        pause, missing, silent_until = 0.001, [], time.monotonic() + PATIENCE_SECONDS
+        pause, missing, count, silent_until = 0.001, [], 0, time.monotonic() + PATIENCE_SECONDS
+        # Polled, as torch's own wait ignores Ctrl-C, and prints two warnings on a timeout; the less often the more
+        # ranks there are, as one store serves some 20,000 calls a second.
+        longest = max(0.02, 2 * len(self._ranks) / POLLS)
         try:
-            # Polled, as torch's own wait ignores Ctrl-C, and prints two warnings on a timeout.
             while not (come := self._store.check([key])) and not self._store.check(["problem"]):
                 if time.monotonic() > self._end:
-                    missing = [str(rank) for rank in ranks if not self._store.check([f"{shown}{rank}"])]
+                    missing = [*islice(self._missing([f"{shown}{rank}" for rank in ranks]), SHOWN)]
+                    count = len(ranks) - (self._store.add(f"{shown}count", 0) if len(ranks) > 1 else 0)
                     break
                 if time.monotonic() > silent_until and (hint := self._loopback()):
                     _log.warning("not all ranks have come to %s in %g s: %s", self._master, PATIENCE_SECONDS, hint)
                     silent_until = self._end
                 time.sleep(min(pause, max(0.0, self._end - time.monotonic())))
-                pause = min(2 * pause, 0.2)
+                pause = min(2 * pause, longest)
             problem = "" if come or missing else self._store.get("problem").decode(errors="replace")
         except RuntimeError as error:
             raise StartError(
@@ -219,7 +226,8 @@ class Meeting:
                 "the output of rank 0"
             ) from None
         if missing:
-            shown = ", ".join(missing[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
+            more = count - len(missing)
+            shown = ", ".join(key.removeprefix(shown) for key in missing) + (f" and {more} more" if more > 0 else "")
             hint = self._loopback() or (
                 f"see whether they are running, have failed before, can reach that address, and have the same {SECRET}"
             )
@@ -234,6 +242,12 @@ class Meeting:
             if not compare_digest(problem[:_SIGNATURE].encode(), self._signature("problem", text).encode()):
                 text = f"somebody who does not have the token of {self._run!r} has reported a problem at {self._master}"
             raise StartError(text)
+
+    def _missing(self, keys: Sequence[str]) -> Iterator[str]:
+        """Yield the keys that are not there, of which many are asked for at once."""
+        if not self._store.check(keys):
+            half = len(keys) // 2
+            yield from keys if not half else chain(self._missing(keys[:half]), self._missing(keys[half:]))
 
 
 def leave(environment: Environment, store: SealedStore, process: int) -> None:

@@ -173,6 +173,10 @@ class SealedStore(dist.Store):  # type: ignore[name-defined,misc]
         self.raw.wait([key], self.timeout)
         return self.unseal(key, self.raw.get(key))
 
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Wait for several values, and return them; raise StartError as ``unseal``."""
+        return [self.unseal(key, sealed) for key, sealed in zip(keys, self.raw.multi_get(keys), strict=True)]
+
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
         """Store a value if another one is there, none if that is empty; return what is there then."""
         current = self.raw.compare_set(key, self.seal(key, expected) if expected else "", self.seal(key, desired))

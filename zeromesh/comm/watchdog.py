@@ -3,6 +3,10 @@
 From inside one rank a message that nobody sends looks like a slow peer. Three things tell the difference, and each ends
 the run: every rank has waited for ``PATIENCE`` seconds and none got any further; a rank gives no sign of life while
 another one waits; or the store through which ranks exchange these facts does not answer.
+
+One rank of each machine passes the signs of its ranks on (see ``signs.py``), and that of the first machine reads them
+all. If the reader gives no sign itself, that of the next machine reads: being busy, it ends nothing, and being gone, it
+is missed like any other rank.
 """
 
 from __future__ import annotations
@@ -10,15 +14,13 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import io
-import json
 import os
-import socket
 import sys
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -29,20 +31,11 @@ import torch.distributed as dist
 
 from zeromesh.base.worker import Worker
 from zeromesh.comm.rank import write_failure
-from zeromesh.comm.trust import connect_again
+from zeromesh.comm.relay import SILENT, TICKS, Relay
+from zeromesh.comm.signs import LONGEST, Board
 
 PATIENCE = 30.0  # seconds that every rank must have waited, each in one collective, before they are given up
 OWN = 10  # times PATIENCE that collectives of the program's own may take: nothing is known of their size
-TICKS = 6  # looks per PATIENCE
-SILENT = 10  # times PATIENCE without a sign of life after which a rank on another host, or the store, is given up
-
-# The same by what is known of its process, and what to say; native code may keep Python from running for as long as it
-# likes.
-LIVES: dict[str, tuple[int | None, str]] = {
-    "stopped": (1, ": it is stopped, or gone"),
-    "alive": (None, ", though its process runs: native code keeps Python from running there"),
-    "unknown": (SILENT, "; it was stopped, or its machine is gone or has run out of memory"),
-}
 # Bytes per second of the slowest link that ranks are thought to train over; a large collective may take longer.
 SLOWEST_LINK = 5e6
 
@@ -60,7 +53,6 @@ class Watchdog:
 
     def __init__(self, store: Any, rank: int, world_size: int, patience: float) -> None:
         self.waited = 0.0  # seconds that this rank has spent in collectives
-        self._store = store = connect_again(store)
         self._rank = rank
         self._world_size = world_size
         self._patience = patience
@@ -71,21 +63,23 @@ class Watchdog:
         self._what = ""
         self._own: tuple[str, int] | None = None
         self._own_began = self._since = 0.0
-        self._published: dict[str, Any] | None = None  # an engine before this one may have left word of a wait
-        self._seen: tuple[list[Any], list[str]] | None = None
+        self._what_queued = ""
+        self._stream: Any = None  # on which the device waits for the last collective
+        self._event: Any = None  # behind all that the stream had to do when no collective had come for a tick
+        self._event_began, self._queued_seen = 0.0, 0
         self._beat, self._beat_judged, self._silent_ticks = 0, -1, 0
-        self._quiet: dict[int, tuple[str, int]] = {}
-        self._warned: set[int] = set()
         self._ends = False
-        self._holder = ""  # the sign of the rank that mostly holds the store
-        self._give_sign()  # before the thread does: a rank that is stopped at once has to be missed, too
+        self._board, self._owner = Board.of(store, rank), object()
+        self._relay = Relay(store, self._board, rank, world_size, patience)
+        # Before the thread does: a rank that is stopped at once has to be missed, too.
+        self._board.give(self._owner, {"long": False, "due": False, "wait": None})
         gone = threading.Event()
         # Threads of their own, as the main one waits in native code. They must not keep the engine alive, nor outlive
         # it: a rank without an engine, which may prepare data for hours, owes nobody a sign.
         threads = [
             Worker(partial(_repeat, weakref.ref(self), patience / TICKS, gone, act, at_end))
             for act, at_end in (
-                (Watchdog.check, partial(store.set, f"zeromesh/signs/{rank}", "")),
+                (Watchdog.check, partial(self._relay.leave, self._owner)),
                 (Watchdog.judge, lambda: None),
             )
         ]
@@ -110,39 +104,26 @@ class Watchdog:
             self._what = ""
             self.waited += time.monotonic() - self._began
 
-    def check(self) -> None:
-        """Give a sign of life. If this rank has waited for long, look for a reason to end the run."""
-        self._beat += 1
-        self._give_sign()
-        self._holder = self._holder or last_said(self._store, "zeromesh/signs/0")
-        if why := last_said(self._store, "zeromesh/ended"):
-            self._end(why, publish=False)
-        wait, now = self._wait(), time.monotonic()
-        # Ranks say what they wait for, and read what others say, only once they have waited for long, so a run in which
-        # all is well pays next to nothing.
-        if wait is None or now < self._since + self._patience:
-            self._quiet.clear()
-            self._warned.clear()
-            signs = None
-        else:
-            signs = [last_said(self._store, f"zeromesh/signs/{rank}") for rank in range(self._world_size)]
-            self._look_for_silent(wait, signs)
-        if wait is None or signs is None or now < (self._due if self._what else self._since + OWN * self._patience):
-            self._publish({})
-            self._seen = None
-            return
-        self._publish(wait)
-        states = [wait_of(self._store, rank) for rank in range(self._world_size)]
-        if self._seen is None or self._seen[0] != states:
-            self._seen = states, signs
-        still = self._wait()
-        # All must have given a sign since these states were first seen: what a stopped rank has said may be old.
-        alive = all(sign != before for sign, before in zip(signs, self._seen[1], strict=True))
-        if all(states) and alive and still is not None and still["number"] == wait["number"]:
-            self._give_up(states)
+    def queued(self, what: str, device: torch.device) -> None:
+        """Note that the device waits for a collective, and not this process, as with nccl."""
+        self._thread = threading.get_ident()
+        self._waits += 1
+        self._what_queued, self._stream = what, torch.accelerator.current_stream(device)
 
-    def _give_sign(self) -> None:
-        self._store.set(f"zeromesh/signs/{self._rank}", f"{self._beat} {PLACE} {os.getpid()} {socket.gethostname()}")
+    def check(self) -> None:
+        """Give a sign of life. Where this rank does so for others, pass theirs on, and look for a reason to end."""
+        self._beat += 1
+        if self._give_sign():
+            if why := self._board.ended:
+                self._end(why)
+            self._relay.tick(self._end)
+
+    def _give_sign(self) -> bool:
+        wait, now = self._wait(), time.monotonic()
+        # Ranks say what they wait for only once they have waited for long.
+        long = wait is not None and now >= self._since + self._patience
+        due = long and now >= (self._due if self._what else self._since + OWN * self._patience)
+        return self._board.give(self._owner, {"long": long, "due": due, "wait": wait if long else None})
 
     def _wait(self) -> dict[str, Any] | None:
         """Return what this rank waits for: a collective of the engine, or one that the program called itself."""
@@ -150,6 +131,9 @@ class Watchdog:
         if what:
             self._since = self._began
             return {"what": what, "number": number, "where": where(frame)}
+        if self._stream is not None and (since := self._device_waits(number)):
+            self._since = since
+            return {"what": self._what_queued, "number": number, "where": where(frame)}
         function_name, calls = _own_wait(frame), _calls()
         if function_name is None or calls is None:
             self._own = None
@@ -159,52 +143,21 @@ class Watchdog:
         self._since = self._own_began
         return {"what": f"{function_name} of the program's own", "number": calls, "where": where(frame)}
 
-    def _publish(self, state: dict[str, Any]) -> None:
-        if state != self._published:
-            self._store.set(f"zeromesh/waits/{self._rank}", json.dumps(state))
-            self._published = state
-
-    def _look_for_silent(self, wait: dict[str, Any], signs: Sequence[str]) -> None:
-        """End the run if a rank has given no sign for long: it was stopped, or its machine is gone."""
-        for rank, sign in enumerate(signs):
-            before, count = self._quiet.get(rank, ("", 0))
-            # Looks are counted instead of seconds, as this process may be stopped, too.
-            count = count + 1 if sign and sign == before else 0
-            self._quiet[rank] = sign, count
-            if count < TICKS // 2 or rank == self._rank:
-                continue
-            limit, life = LIVES[_life(sign)]
-            _, _, process, host = sign.split(" ", 3)
-            text = (
-                f"rank {rank} (process {process} on {host}) has given no sign of life for "
-                f"{count * self._patience / TICKS:.0f} s"
-                f"{life}; rank {self._rank} waits for {_described(wait)}"
-            )
-            if rank not in self._warned:
-                self._warned.add(rank)
-                print(f"zeromesh: {text}", file=sys.stderr, flush=True)
-            if limit is not None and count >= TICKS * limit:
-                self._end(text, publish=True)
-
-    def _give_up(self, states: list[Any]) -> None:
-        lines = [
-            f"  rank {rank} waits in its collective {s['number']}: {_described(s)}" for rank, s in enumerate(states)
-        ]
-        advice = "All ranks must run the same forwards, backwards and steps in the same order."
-        if len({state["what"] for state in states}) > 1 and any("parameters of" in state["what"] for state in states):
-            advice += (
-                " Where ranks use a block that they use several times in different numbers, or in different orders, "
-                "it must stay in memory: raise slots.parameter to the number of blocks, or use "
-                "zero_optimization.stage 2."
-            )
-        text = f"every rank has waited for {self._patience:.0f} s or more and none got any further"
-        self._end("\n".join([f"{text}:", *lines, advice]), publish=True)
+    def _device_waits(self, number: int) -> float:
+        """Return since when the device has not finished what it had to do; 0 if it has, or gets more."""
+        if number != self._queued_seen:
+            self._queued_seen, self._event = number, None
+            return 0.0
+        if self._event is None:
+            self._event, self._event_began = self._stream.record_event(), time.monotonic()
+        return 0.0 if self._event.query() else self._event_began
 
     def judge(self) -> None:
-        """End the run if the store has not answered ``check`` for many ticks and this rank waits."""
+        """End the run if the store has not answered ``check`` for many ticks and a rank waits."""
         self._silent_ticks = ticks = self._silent_ticks + 1 if self._beat == self._beat_judged else 0
         self._beat_judged = self._beat
-        if ticks < TICKS or not (self._what or _own_wait(sys._current_frames().get(self._thread))):
+        waits = self._what or self._relay.waiting or _own_wait(sys._current_frames().get(self._thread))
+        if ticks < TICKS or not waits:
             return
         seconds = ticks * self._patience / TICKS
         text = (
@@ -213,17 +166,15 @@ class Watchdog:
         )
         if ticks == TICKS:
             print(f"zeromesh: {text}", file=sys.stderr, flush=True)
-        stopped = bool(self._holder) and _life(self._holder) == "stopped"
-        if ticks >= TICKS * (1 if stopped else SILENT):
-            self._end(text, publish=False)
+        if ticks >= TICKS * (1 if self._relay.holder_is_stopped() else SILENT):
+            self._end(text)
 
-    def _end(self, why: str, publish: bool) -> None:
+    def _end(self, why: str) -> None:
         """Say why, and where this rank is; leave the others the time to say where they are; end the process."""
         if self._ends:
             return
         self._ends = True
-        if publish:
-            self._store.set("zeromesh/ended", why)
+        self._board.tell_end(why)
         print(f"zeromesh: {why}\nThis rank, {self._rank}, was here:", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
         pause = 2.5 * self._patience / TICKS
@@ -239,23 +190,8 @@ def where(frame: FrameType | None) -> str:
     """Return ``FILE:LINE`` of the innermost call outside this package and torch; empty if there is none."""
     for outer_frame in _outwards(frame):
         if not outer_frame.f_code.co_filename.startswith(_PACKAGES):
-            return f"{outer_frame.f_code.co_filename}:{outer_frame.f_lineno}"
+            return f"{outer_frame.f_code.co_filename[-LONGEST:]}:{outer_frame.f_lineno}"
     return ""
-
-
-def wait_of(store: Any, rank: int) -> dict[str, Any]:
-    """Return what a rank has said that it waits for; empty if it has not waited for long."""
-    wait: dict[str, Any] = json.loads(last_said(store, f"zeromesh/waits/{rank}") or "{}")
-    return wait
-
-
-def last_said(store: Any, key: str) -> str:
-    """Return the last text under a key of the store; empty if there is none."""
-    return str(store.get(key).decode()) if store.check([key]) else ""
-
-
-def _described(state: dict[str, Any]) -> str:
-    return f"{state['what']}, at {state['where']}" if state.get("where") else str(state["what"])
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -282,25 +218,6 @@ def _calls() -> int | None:
         return sum(int(group._get_sequence_number_for_group()) for group in groups)
     except RuntimeError:
         return None
-
-
-# Tells machines, and containers on one, apart: process numbers of another one mean nothing here.
-try:
-    PLACE = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
-except OSError:
-    PLACE = f"{socket.gethostname()}/?"
-
-
-def _life(sign: str) -> str:
-    """Return what the kernel says of the process that gave the sign: a key of ``LIVES``."""
-    _, place, process, _ = sign.split(" ", 3)
-    if place != PLACE or place.endswith("?"):
-        return "unknown"
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return "stopped"
-    return "stopped" if stat.rpartition(")")[2].split()[0] in ("T", "t", "Z", "X") else "alive"
 
 
 def _stop(gone: threading.Event, threads: list[Worker]) -> None:

@@ -30,8 +30,8 @@ from zeromesh.base.worker import Worker
 from zeromesh.comm.environment import Environment, backends, init_distributed
 from zeromesh.comm.environment import shutdown as end_group
 from zeromesh.comm.messages import gather_json
+from zeromesh.comm.signs import PLACE
 from zeromesh.comm.trust import SealedStore, connect_again, prove, shared_key, shared_store
-from zeromesh.comm.watchdog import PLACE
 from zeromesh.horovod import moves
 from zeromesh.horovod.negotiation import Decision, Negotiator, Request, key_of, shown
 from zeromesh.horovod.timeline import OperationTimeline

@@ -22,7 +22,7 @@ from zeromesh.base.placement import Placement
 from zeromesh.base.quantized_layers import require_dtype, stored
 from zeromesh.base.words import counted
 from zeromesh.checkpoint.weights.pretrained import describe_sources
-from zeromesh.comm.agreement import agree_run, agree_success, catch, describe, require_agreement, world_group
+from zeromesh.comm.agreement import agree, agree_run, catch, describe, world_group
 from zeromesh.comm.detect import is_launched, may_restart
 from zeromesh.comm.environment import Environment, device_of_group
 from zeromesh.comm.mesh import Mesh
@@ -79,12 +79,14 @@ def read_configuration(
         raise failure
     environment = start()
     world = world_group(device_of_group(environment))
-    # A step that can fail on one rank alone tells all ranks before the next collective, in which they would wait.
-    agree_success(world, "read its configuration and model", failure)
+    # A step that can fail on one rank alone tells all ranks before the next collective, in which they would wait; and
+    # before the mesh, because all ranks or none make its groups.
+    compared = {
+        "the configuration": "" if settings is None else "\n".join(lines_of(json.loads(settings.to_json()))),
+        "the model": "" if settings is None else describe(model),
+    }
+    agree(world, "read its configuration and model", failure, compared)
     assert settings is not None
-    # Before the mesh, because all ranks or none make its groups.
-    require_agreement(world, "the configuration", "\n".join(lines_of(json.loads(settings.to_json()))))
-    require_agreement(world, "the model", describe(model))
     return settings, environment
 
 
@@ -199,10 +201,13 @@ def plan_run(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
         )
 
     plan = agree_run(world, "prepare its optimizer, schedule and monitors", prepare)
-    sources = agree_run(world, "read its part of the weights", lambda: describe_sources(model))
-    require_agreement(world, "the tensor-parallel plan", "" if split is None else describe_plan(split[0]))
-    require_agreement(world, "training_data", f"samples: {'none' if loader is None else loader.sampler.length}")
-    require_agreement(world, "the checkpoint that is read", sources)
+    sources, failure = catch(lambda: describe_sources(model))
+    compared = {
+        "the tensor-parallel plan": "" if split is None else describe_plan(split[0]),
+        "training_data": f"samples: {'none' if loader is None else loader.sampler.length}",
+        "the checkpoint that is read": sources or "",
+    }
+    agree(world, "read its part of the weights", failure, compared)
     return plan
 
 
