@@ -12,9 +12,9 @@ from torch import nn
 import zeromesh
 from compare import assert_same
 from harness import on_ranks, run_ranks
+from manifests import whole_manifest
 from zeromesh.apps.train.architectures import decoder
 from zeromesh.apps.train.train_settings import ModelShape
-from manifests import whole_manifest
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.zero import (
     GatheredParameters,

@@ -18,8 +18,8 @@ from zeromesh.comm.detect import Environment
 from zeromesh.comm.failure import StartError
 from zeromesh.comm.launchers import TORCHRUN, names_of, value
 from zeromesh.comm.rendezvous import FAREWELL_SECONDS
+from zeromesh.comm.signs import PLACE
 from zeromesh.comm.trust import SealedStore
-from zeromesh.comm.watchdog import PLACE
 
 
 def place(environment: Environment, store: SealedStore) -> Environment:
