@@ -60,6 +60,8 @@ BUSY = 20
 """Times its limit of CPU time that a cell may take on a busy machine."""
 
 MANIFEST_STATES = ("parameter", "optimizer/exp_avg", "optimizer/exp_avg_sq")
+ON_MACHINE = 8
+"""Ranks of a machine."""
 ELEMENTS = 4
 """Elements of each box of a checkpoint: its description is what is measured."""
 
@@ -238,32 +240,44 @@ def tensors_of(blocks: int) -> Iterator[str]:
         yield from (f"{state}/model.layers.{block}.mlp.gate_proj.weight" for block in range(blocks))
 
 
-def zeromesh_write(folder: Path, world: int, blocks: int) -> Callable[[], Any]:
-    """Write rank 0's file, and describe all ranks' files; return what then writes the checkpoint's description."""
-    from zeromesh.checkpoint.boxes import Box, ShardLayout, shard_file, write_shard
-    from zeromesh.checkpoint.checkpoint_folder import write_manifest
+def zeromesh_shard(rank: int, world: int, blocks: int) -> dict[str, Any]:
+    """Return the entry of a rank's file of a checkpoint."""
+    from zeromesh.checkpoint.boxes import Box
+    from zeromesh.checkpoint.rank_manifests import shard_file
+    from zeromesh.checkpoint.shard_writer import ShardLayout
 
     shape = (world, ELEMENTS)
-    names = list(tensors_of(blocks))
-    data = torch.zeros(ELEMENTS)
-    entries = [write_shard(folder, 0, [Box.of(name, shape, 0, data) for name in names])]
+    start, stop = rank * ELEMENTS, (rank + 1) * ELEMENTS
+    boxes = [Box(name, shape, torch.float32, start, stop) for name in tensors_of(blocks)]
+    layout = ShardLayout(boxes)
+    for box in boxes:
+        layout.add(box, layout.place(box), ["0" * 64])
+    return layout.entry(shard_file(rank))
+
+
+def zeromesh_write(folder: Path, world: int, blocks: int) -> Callable[[], Any]:
+    """Write what the other ranks write; return what writes the first rank's part, and the index."""
+    from zeromesh.checkpoint.rank_manifests import write_index, write_part
+
+    facts = {"scalars": {}, "members": {}}
     for rank in range(1, world):
-        boxes = [Box(name, shape, torch.float32, rank * ELEMENTS, (rank + 1) * ELEMENTS) for name in names]
-        layout = ShardLayout(boxes)
-        for box in boxes:
-            layout.add(box, layout.place(box), "0" * 64)
-        entries.append(layout.entry(shard_file(rank)))
-    return lambda: write_manifest(folder, {"shards": entries, "scalars": {}, "members": {}})
+        write_part(folder, rank, zeromesh_shard(rank, world, blocks), facts, flush=False)
+    own = zeromesh_shard(0, world, blocks)
+
+    def write() -> None:
+        write_part(folder, 0, own, facts | {"parameters": {}, "tied": {}, "extra": {}})
+        write_index(folder, {"groups": []}, world)
+
+    return write
 
 
-def zeromesh_open(folder: Path, blocks: int) -> Any:
-    """Open a checkpoint as a rank that goes on from it, and read rank 0's parts."""
+def zeromesh_open(folder: Path, world: int, blocks: int) -> Any:
+    """Open a checkpoint as a rank that goes on from it, in the middle of as many."""
     from zeromesh.checkpoint.boxes import Reader
 
-    reader = Reader(folder)
-    out = torch.empty(ELEMENTS)
+    reader, rank = Reader(folder), world // 2
     for name in tensors_of(blocks):
-        reader.read(name, 0, ELEMENTS, out)
+        reader.require(name, rank * ELEMENTS, (rank + 1) * ELEMENTS)
     return reader
 
 
@@ -290,7 +304,7 @@ def dcp_write(folder: Path, world: int, blocks: int) -> Callable[[], Any]:
     return lambda: writer.finish(dcp.Metadata(tensors), results)
 
 
-def dcp_open(folder: Path, blocks: int) -> Any:
+def dcp_open(folder: Path, world: int, blocks: int) -> Any:
     """Open a checkpoint as each rank does."""
     from torch.distributed.checkpoint import FileSystemReader
 
@@ -306,8 +320,8 @@ def measure_manifest(cell: Cell, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write = seconds_of_fork(make(folder, cell.world, cell.blocks))
-        size = sum(path.stat().st_size for path in folder.rglob("*") if path.suffix != ".safetensors")
-        opened = seconds_of_fork(lambda: read(folder, cell.blocks))
+        size = sum(path.stat().st_size for path in folder.rglob("*"))
+        opened = seconds_of_fork(lambda: read(folder, cell.world, cell.blocks))
     return {"write_seconds": write["seconds"], "write_mb": write["mb"], "file_mb": size / 1e6} | {
         "open_seconds": opened["seconds"],
         "open_mb": opened["mb"],
@@ -350,19 +364,30 @@ class CountingStore:
 
 
 def measure_watchdog(cell: Cell, steps: int) -> dict[str, Any]:
-    """Measure what one look of the first rank's watchdog costs once the rank has waited for long."""
+    """Measure what one look of the first rank's watchdog costs, which reads for all, once the rank has waited long."""
     from zeromesh.comm.watchdog import Watchdog
+
+    def say_others(look: int) -> None:
+        for number in range(1, machines):
+            ranks = range(number * ON_MACHINE, min((number + 1) * ON_MACHINE, cell.world))
+            line: dict[str, Any] = {"beat": f"{ranks[0]}:{look}", "place": f"place {number}", "host": f"host {number}"}
+            line |= {"processes": dict.fromkeys(ranks, 1), "quiet": {}, "waits": [], "waiting": None, "echo": None}
+            store.set(f"zeromesh/nodes/{number}", json.dumps(line))
 
     store = CountingStore(dist.HashStore())
     patience = 60.0  # its own thread looks every ten seconds, and so not at all here
+    machines = -(-cell.world // ON_MACHINE)
     watchdog = Watchdog(store, 0, cell.world, patience)
+    store.add("zeromesh/nodes", machines - 1)
     now, ahead = time.monotonic, 0.0
     time.monotonic = lambda: now() + ahead  # type: ignore[assignment]
     watchdog.begin("a wait")
+    say_others(0)
     watchdog.check()
     ahead = 2 * patience
     calls, seconds = [], []
-    for _ in range(steps):
+    for look in range(1, steps + 1):
+        say_others(look)
         before = store.calls
         seconds.append(seconds_of(watchdog.check))
         calls.append(store.calls - before)
