@@ -120,6 +120,20 @@ ROWS = [
         ("--max-restarts", "--max-restarts 4", "restarts=4"),
         ("--timeout", "--timeout 7", "timeout=7.0"),
         ("--master", "--master node1:29500", "error: --nnodes 1 needs --secret-file"),
+        ("--include", "--include node1:0", "use CUDA_VISIBLE_DEVICES"),
+        ("--exclude", "--exclude node1:0", "use CUDA_VISIBLE_DEVICES"),
+        ("--hostfile", "--hostfile hosts", "starts ranks on this node only"),
+    ),
+    Row(
+        "launch", "--master_addr", "--nnodes 2 @ {script}", "--master_addr node1", "needs --secret-file", recorded=True
+    ),
+    Row(
+        "launch",
+        "--master_port",
+        "--nnodes 2 --master_addr node1 --secret-file {secret} @ {script}",
+        "--master_port 29555",
+        "node1:29555",
+        recorded=True,
     ),
     *recorded(
         "launch",
@@ -321,11 +335,11 @@ def seen(row: Row, arguments: Sequence[str], out: Path) -> str:
 
 @cache
 def flags() -> frozenset[tuple[str, str]]:
-    """Return each option of each command, by its longest name."""
+    """Return each option of each command, by its first long name."""
     group = typer.main.get_command(app)
     commands = {"": group, **group.commands}
     return frozenset(
-        (name, max(parameter.opts, key=len))
+        (name, next(text for text in parameter.opts if text.startswith("--")))
         for name, command in commands.items()
         for parameter in command.params
         if parameter.param_type_name == "option" and "--help" not in parameter.opts

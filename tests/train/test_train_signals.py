@@ -97,9 +97,9 @@ def test_requests_during_an_agreement_count_at_the_next_update() -> None:
 
     complete = engine.sharded.complete
 
-    def signalled(notes: Any) -> Any:
+    def signalled(*notes: Any) -> Any:
         engine.ask(2)
-        return complete(notes)
+        return complete(*notes)
 
     try:
         with patch.object(engine.sharded, "complete", signalled):

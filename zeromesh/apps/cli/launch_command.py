@@ -138,7 +138,7 @@ def with_defaults(options: LaunchOptions, env: Mapping[str, str]) -> LaunchOptio
     restarts = _count("PET_MAX_RESTARTS", env.get("PET_MAX_RESTARTS"))
     return replace(
         options,
-        nodes=nodes,
+        nodes=nodes or "1",
         ranks=_ranks_of(env.get("PET_NPROC_PER_NODE")) if options.ranks is None else options.ranks,
         node_rank=_count("PET_NODE_RANK", node_rank) if options.node_rank is None else options.node_rank,
         master=options.master or master,
