@@ -183,9 +183,9 @@ they differ.
 - **In the fake group**: filling the results of gathers, which a real group does by other means; included in the step.
 - **KB per step in collectives** is all memory that one rank gives to collectives, to read or to fill.
 - **Manifest**: the description of a checkpoint by so many ranks, of which each has a part of each tensor (three per
-  block), is written by one rank and opened by one, which with ZeroMesh also reads its part. DCP's metadata is the same
-  for torch's checkpoints.
-- **Watchdog**: one look of a rank that has waited for long, in a run of so many ranks.
+  block). With ZeroMesh each rank writes its own list, and the first one the index (*to write* are its list and the
+  index); a rank in the middle opens what it needs. DCP's first rank writes the metadata for all, and each rank reads it.
+- **Watchdog**: one look of the rank that reads for all, which has waited for long, with eight ranks on a machine.
 - **Start**: real ranks on gloo, forked on this machine with all modules imported, from joining each other to the end of
   the first step of a tiny model. They share its cores. Calls of the store are those of Python."""
 
