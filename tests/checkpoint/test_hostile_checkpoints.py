@@ -198,7 +198,9 @@ def test_an_altered_manifest_is_loaded_as_it_is_or_refused_with_nothing_changed(
             engine.load_checkpoint(tmp_path / "own", tag="tag")
             before = everything(engine)
     assert len(refused) > len(seeds) / 2
-    assert all("; " in why or "load_module_strict=False loads" in why for why in refused)
+    # Shapes are compared with the model's before files are opened.
+    remedies = ("; ", "load_module_strict=False loads", " is of another model:\n")
+    assert not [why for why in refused if not any(remedy in why for remedy in remedies)]
 
 
 def test_boxes_that_lie_over_each_other_or_leave_gaps_are_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from harness import run_ranks
-from manifests import write_manifest
+from manifests import content_of, sign, write_manifest
 from runs import config, start, train
 from zeromesh.base import files
 from zeromesh.checkpoint.boxes import Box, Reader
@@ -141,6 +141,57 @@ def test_parts_of_split_tensors_are_found_along_both_axes(tmp_path: Path) -> Non
         assert torch.equal(out, values[row])
         first = 4 + (row // 4) // 2 * 8 + (row // 4) % 2 * 2
         assert reader.opened == [first, first + 1]
+
+
+ALTERED: dict[str, Any] = {
+    "an area of other dimensions": lambda index: index["a"]["areas"][0].update(offsets=[0], sizes=[2]),
+    "an area that is larger": lambda index: index["a"]["areas"][0].update(offsets=[0, 0], sizes=[8, 2**40]),
+    "shares of other ranks": lambda index: index["a"]["areas"][0].update(first=0, last=2**50, stop=1, start=90),
+    "a share behind the end": lambda index: index["a"]["areas"][0].update(start=97),
+    "a tensor without elements": lambda index: index.update(b={"dtype": "int8", "shape": [0], "areas": []}),
+    "a tensor without boxes": lambda index: index.update(b={"dtype": "int8", "shape": [2**50], "areas": []}),
+}
+
+
+@pytest.mark.parametrize("change", ALTERED.values(), ids=ALTERED)
+def test_an_index_that_contradicts_itself_or_the_files_is_refused(change: Any, tmp_path: Path) -> None:
+    values = torch.arange(96.0).view(8, 12)
+    entries = [write_shard(tmp_path, rank, [box]) for rank, box in enumerate(boxes_of(values, [0, 48, 96]))]
+    write_manifest(tmp_path, {"shards": entries})
+    content = content_of(tmp_path)
+    change(content["tensors"])
+    sign(tmp_path, content)
+    with pytest.raises(ValueError, match="choose another checkpoint"):
+        Reader(tmp_path).verify()
+    with pytest.raises(ValueError, match="choose another checkpoint"):
+        Reader(tmp_path).require_files()
+    if 2**50 in content["tensors"].get("b", {"shape": []})["shape"]:
+        with pytest.raises(ValueError, match="elements of b that are needed"):
+            Reader(tmp_path).tensor("b")
+
+
+def test_a_rank_names_by_parameter_what_belongs_there_alone(tmp_path: Path) -> None:
+    write_manifest(tmp_path, {"shards": [write_shard(tmp_path, 0, boxes_of(torch.arange(8.0), [0, 8]))]})
+    content = content_of(tmp_path)
+    content["ranks"][0]["named"] |= {"shard": {"file": "x", "boxes": []}, "members": {}, "extra": {"a": 1}}
+    sign(tmp_path, content)
+    reader = Reader(tmp_path)
+    reader.verify()
+    assert torch.equal(reader.tensor("a"), torch.arange(8.0))
+    assert "extra" not in reader.manifest or not reader.manifest["extra"]
+
+
+def test_a_file_is_opened_once_for_a_tensor_that_is_split_along_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = torch.arange(24.0 * 10).view(24, 10)
+    halves = [(rank, values[:, 5 * rank :][:, :5].flatten()) for rank in range(2)]
+    boxes = [[Box.of("a", (24, 10), 0, half, (0, 5 * rank), (24, 5))] for rank, half in halves]
+    write_manifest(tmp_path, {"shards": [write_shard(tmp_path, rank, boxes[rank]) for rank in range(2)]})
+    opened: list[Path] = []
+    monkeypatch.setattr("zeromesh.checkpoint.boxes.require_regular", opened.append)
+    assert torch.equal(Reader(tmp_path).tensor("a"), values)
+    assert opened == [tmp_path / shard_file(rank) for rank in range(2)]
 
 
 def opened_by_load(folder: str, settings: dict[str, Any]) -> set[str]:

@@ -135,6 +135,10 @@ class _Stored(NamedTuple):
         return cls(file, entry["bytes"][0], box)
 
 
+_Piece = tuple[int, int, int, _Stored]
+"""Start in the tensor, start in the box, elements, the box."""
+
+
 def _runs(
     shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], start: int, stop: int
 ) -> Iterator[tuple[int, int, int]]:
@@ -239,13 +243,14 @@ class Reader:
     def files(self, name: str) -> list[str]:
         """Return the files that hold a tensor."""
         self.require(name, 0, prod(self.shape(name)))
-        return sorted({stored.file for stored in self._stored[name]})
+        return sorted({stored.file for stored in self._stored.get(name, [])})
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a whole tensor, on the host, in the dtype in which it was written."""
         shape = self.shape(name)
+        pieces = self._pieces(name, 0, prod(shape))  # before there is memory for what nobody has written
         out = torch.empty(prod(shape), dtype=self.dtype(name))
-        self.read(name, 0, out.numel(), out)
+        self._copy(pieces, 0, out)
         return out.view(shape)
 
     def require(self, name: str, start: int, stop: int) -> None:
@@ -255,9 +260,9 @@ class Reader:
         """
         self._pieces(name, start, stop)
 
-    def _pieces(self, name: str, start: int, stop: int) -> list[tuple[int, int, int, _Stored]]:
+    def _pieces(self, name: str, start: int, stop: int) -> list[_Piece]:
         """Return where elements lie: (start in the tensor, start in the box, elements, the box), in their order."""
-        pieces: list[tuple[int, int, int, _Stored]] = []
+        pieces: list[_Piece] = []
         # The index tells where they should be if ranks share evenly; the boxes tell where they are.
         for margin in (0, 1, self._count):
             self.open(self._holders(name, start, stop, margin))
@@ -297,10 +302,15 @@ class Reader:
 
     def read(self, name: str, start: int, stop: int, out: torch.Tensor) -> None:
         """Copy elements ``[start, stop)`` of a flattened tensor into ``out``, shape ``(stop - start,)``, any dtype."""
-        for stored, pieces in itertools.groupby(self._pieces(name, start, stop), itemgetter(3)):
-            require_regular(self.folder / stored.file)
-            with (self.folder / stored.file).open("rb", buffering=0) as file:
-                for place, within, length, _ in pieces:
+        self._copy(self._pieces(name, start, stop), start, out)
+
+    def _copy(self, pieces: list[_Piece], start: int, out: torch.Tensor) -> None:
+        # Each file once, though rows of a tensor that is split along columns take turns in them.
+        pieces.sort(key=lambda piece: piece[3].file)
+        for file_name, of_file in itertools.groupby(pieces, lambda piece: piece[3].file):
+            require_regular(self.folder / file_name)
+            with (self.folder / file_name).open("rb", buffering=0) as file:
+                for place, within, length, stored in of_file:
                     file.seek(stored.begin + within * stored.box.dtype.itemsize)
                     _read(file, stored.box.dtype, out[place - start :][:length])
 
@@ -316,7 +326,7 @@ class Reader:
         self.open(ranks)
         with another_offered(self.folder):
             if len(self._shards) == self._count:
-                require_all_elements(self.folder, self._shards.values())
+                require_all_elements(self.folder, self._shards.values(), self.names)
             require_files(self.folder, [self._shards[rank] for rank in ranks])
             chunks: list[_Chunk] = []
             for rank in ranks:
@@ -344,7 +354,7 @@ class Reader:
         """Raise what ``verify`` raises if a file is missing or cut off; nothing of it is read."""
         self.open_all()
         with another_offered(self.folder):
-            require_all_elements(self.folder, self._shards.values())
+            require_all_elements(self.folder, self._shards.values(), self.names)
             require_files(self.folder, self._shards.values())
 
 

@@ -223,6 +223,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     require_form(_FORMS[number], manifest, path)
     require_groups(path, manifest, manifest)
     if number == FORMAT:
+        _require_areas(path, manifest)
         return {"tensors": {}, **manifest, "sha256": digest}
     for shard in manifest["shards"]:
         require_sound(path, shard)
@@ -230,6 +231,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if count > 1:
             raise ValueError(f"{path} names the file {file!r} twice; {ANOTHER}")
     return {"sha256": hash_of(manifest), **manifest, "tensors": _tensors(manifest)}
+
+
+def _require_areas(path: Path, manifest: dict[str, Any]) -> None:
+    """Raise ValueError if an index has an area outside of its tensor, or shares of ranks that there are not."""
+    count = len(manifest["shards"])
+    for name, tensor in manifest.get("tensors", {}).items():
+        for area in tensor["areas"]:
+            shape, numbers = tensor["shape"], [area.get(key, 0) for key in ("rank", "first", "last")]
+            offsets, sizes = area_of({"shape": shape, **area})
+            is_outside = any(area.get(key, 0) > prod(sizes) for key in ("stop", "start"))
+            if is_outside or not _is_within(offsets, sizes, shape) or max(numbers) >= count:
+                raise ValueError(f"{path} has an area of {name} that cannot be: {str(area)[:200]}; {ANOTHER}")
 
 
 def _tensors(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -275,8 +288,7 @@ def _contradiction(box: dict[str, Any], facts: Mapping[str, Any]) -> str:
     """Return what of a box cannot be, also by the ``facts`` of its tensor; "" if nothing."""
     (offsets, sizes), shape, (begin, end) = area_of(box), box["shape"], box["bytes"]
     count, size = box["stop"] - box["start"], getattr(torch, box["dtype"]).itemsize
-    places = zip(offsets, sizes, shape, strict=False)
-    if not len(offsets) == len(sizes) == len(shape) or any(at + length > end for at, length, end in places):
+    if not _is_within(offsets, sizes, shape):
         return "lies outside of its tensor"
     if not box["start"] <= box["stop"] <= prod(sizes):
         return f"has elements {box['start']} to {box['stop']} of {prod(sizes)}"
@@ -287,6 +299,11 @@ def _contradiction(box: dict[str, Any], facts: Mapping[str, Any]) -> str:
     if any(box[key] != facts[key] for key in ("shape", "dtype") if key in facts):
         return f"has another shape or dtype than in {MANIFEST}"
     return ""
+
+
+def _is_within(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> bool:
+    places = zip(offsets, sizes, shape, strict=False)
+    return len(offsets) == len(sizes) == len(shape) and all(at + length <= end for at, length, end in places)
 
 
 def require_files(folder: Path, shards: Iterable[dict[str, Any]]) -> None:
@@ -300,12 +317,14 @@ def require_files(folder: Path, shards: Iterable[dict[str, Any]]) -> None:
             raise ValueError(f"{path} is cut off after {size:,} of {wanted:,} bytes, and lacks {lost}")
 
 
-def require_all_elements(folder: Path, shards: Iterable[dict[str, Any]]) -> None:
-    """Raise ValueError unless the boxes of each tensor, of all files, are all of it, once."""
+def require_all_elements(folder: Path, shards: Iterable[dict[str, Any]], names: Iterable[str] = ()) -> None:
+    """Raise ValueError unless the boxes of each tensor, of all files, are all of it, once; ``names`` have boxes."""
     of_tensors: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for shard in shards:
         for box in shard["boxes"]:
             of_tensors[box["name"]].append(box)
+    if lacking := [name for name in names if name not in of_tensors]:
+        raise ValueError(f"{folder / MANIFEST} has {some(lacking)}, of which no file has elements; {ANOTHER}")
     for name, boxes in of_tensors.items():
         shape, dtype = boxes[0]["shape"], boxes[0]["dtype"]
         if any(box["shape"] != shape or box["dtype"] != dtype for box in boxes):

@@ -166,7 +166,8 @@ def read_part(folder: Path, manifest: Mapping[str, Any], rank: int) -> tuple[dic
         head = json.loads(line) if is_same else {}
         if not is_same or _hash(rest) != head["rest"]:
             raise ValueError(f"{path} is not the file that was written (SHA-256 differs)")
-        by_parameter, *boxes = json.loads(f"[{rest.rstrip().replace(chr(10), ',')}]")
+        named, *boxes = json.loads(f"[{rest.rstrip().replace(chr(10), ',')}]")
+        by_parameter = {key: values for key, values in named.items() if key in BY_PARAMETER}
         shard = {"file": shard_file(rank), "boxes": boxes}
         shard |= {"header": head["header"]} if "header" in head else {}
         require_form(PART_FORM, {"shard": shard, **by_parameter}, path)
