@@ -124,7 +124,8 @@ class _GradientModes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Call the function."""
-        self._uses.switches += func is torch._C._set_grad_enabled
+        if func is torch._C._set_grad_enabled:
+            self._uses.on_switch()
         return func(*args, **(kwargs or {}))
 
 
@@ -142,7 +143,7 @@ class _Uses(OperatorListener):
         self._outer = -1  # number of the block that is being called; -1 outside of blocks
         # Calls of modules inside of blocks: how many calls came before, and what the module was called with, by ``id``.
         self._parts: list[tuple[int, frozenset[int]]] = []
-        self.switches = 0  # of gradients, on and off
+        self._switches = 0  # of gradients, on and off
         self._switches_before, self._writes_arguments = 0, False  # of the block that is being called
         self._depends = False  # whether the present operator reads what depends on parameters
         self._arguments: frozenset[int] = frozenset()
@@ -166,7 +167,7 @@ class _Uses(OperatorListener):
                 # On the stage that begins there the block's arguments are stand-ins, which may be the user's own
                 # inputs, and a context that the block has entered would switch gradients off again. A view of an
                 # argument is not seen to be read where it reads the received value.
-                is_inside_context = (self.switches - self._switches_before) % 2 == 1
+                is_inside_context = (self._switches - self._switches_before) % 2 == 1
                 has_parameter = any(id(x) in self._names for x in arguments)  # which cannot take a received value
                 if (
                     self._writes_arguments
@@ -186,13 +187,17 @@ class _Uses(OperatorListener):
         self.operations.append(0.0)
         self._outer, self._arguments = index, frozenset(map(id, arguments))
         self._memory_of_arguments = frozenset(map(_storage, arguments))
-        self._switches_before, self._writes_arguments = self.switches, False
+        self._switches_before, self._writes_arguments = self._switches, False
         try:
             output = block(*args, **kwargs)
             # What a block returns is another value than what it was given, even where it is the same tensor.
             return map_tensors(output, lambda x: x.view_as(x) if id(x) in self._arguments else x)
         finally:
             self._outer, self._arguments = -1, frozenset()
+
+    def on_switch(self) -> None:
+        """Note that gradients are switched on or off."""
+        self._switches += 1
 
     def on_read(self, func: Any, tensors: Sequence[Tensor]) -> None:
         """Note what an operator reads."""
