@@ -10,6 +10,7 @@ import logging
 import random
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -165,6 +166,11 @@ class Shift(nn.Module):
         return x + self.shift
 
 
+class Shifted(nn.Linear):
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        return super().forward(x) + shift
+
+
 class Halves(nn.Module):
     """A block of two modules, with the second of which a stage may begin unless ``kind`` says otherwise."""
 
@@ -173,13 +179,18 @@ class Halves(nn.Module):
         self.kind, self.first, self.second = kind, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         if kind == "written":
             self.second = Shift()
+        if kind == "parameter":
+            self.second, self.shift = Shifted(WIDTH, WIDTH), nn.Parameter(torch.zeros(WIDTH))
         if kind == "buffer":
             self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "argument":
+            x.data.mul_(1)
         early, x = x.tanh(), x + self.first(x)
         view = x.flatten(0, 1) if self.kind == "view" else None
-        result = self.second(x)
+        with torch.enable_grad() if self.kind == "context" else nullcontext():
+            result = self.second(x, self.shift) if self.kind == "parameter" else self.second(x)
         if self.kind == "written":
             x += result
             return x
@@ -189,7 +200,7 @@ class Halves(nn.Module):
         return (early if self.kind == "early" else x) + result
 
 
-@pytest.mark.parametrize("kind", ["", "early", "view", "written", "buffer"])
+@pytest.mark.parametrize("kind", ["", "early", "view", "written", "argument", "parameter", "context", "buffer"])
 def test_stages_begin_inside_of_blocks_only_where_all_that_is_read_later_is_an_argument_there(kind: str) -> None:
     model = Decoder().double()
     for half in model.halves.values():
@@ -198,6 +209,46 @@ def test_stages_begin_inside_of_blocks_only_where_all_that_is_read_later_is_an_a
     blocks = examine(model, parts=True)
     assert [name for name in blocks.names if "second" in name] == ([] if kind else list(blocks.names[1::2]))
     check(model, blocks, 0, of_tokens, 1e-12, range(len(blocks.names)))
+
+
+class InPlace(nn.Module):
+    """Writes to what a module of its own returned, which is this block's own memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(torch.relu_(self.up(x)))
+        return x + self.last(self.norm(x))
+
+
+class Reconstructing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(InPlace() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        target = x
+        for layer in self.layers:
+            x = layer(x)
+        return F.mse_loss(x, target)
+
+
+def test_a_stage_that_begins_inside_of_a_block_does_not_write_to_the_inputs() -> None:
+    """Stand-ins for what other stages compute have the shape of the inputs, and the block writes to them."""
+    model, x = Reconstructing().double(), torch.randn(3, WIDTH, dtype=torch.float64)
+    before = x.clone()
+    blocks = examine(model, sample=ModelInput((x,), lambda batch, model: model(*batch)), parts=True)
+    assert "layers.1.norm" in blocks.names
+    check(model, blocks, 0, lambda model: model(x), 1e-12, range(len(blocks.names)))
+    assert torch.equal(x, before)
+
+
+def test_blocks_that_are_recomputed_are_not_cut_through() -> None:
+    model = MODELS["gpt2"].build()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    assert examine(model, parts=True).names == examine(model).names
 
 
 def test_the_tower_that_is_called_first_is_cut() -> None:

@@ -52,8 +52,11 @@ def _parts(model: nn.Module, blocks: Sequence[str]) -> list[str]:
     for block in blocks:
         names.append(block)
         module = model.get_submodule(block)
-        # The values of a buffer that is state are taken from the one stage that has the block.
-        if not isinstance(module, LISTS) and not any(child._buffers for child in module.modules()):
+        # The values of a buffer that is state are taken from the one stage that has the block. Blocks of transformers
+        # that are recomputed run again as a whole.
+        recomputes = getattr(module, "gradient_checkpointing", False)
+        has_buffers = any(child._buffers for child in module.modules())
+        if not (isinstance(module, LISTS) or has_buffers or recomputes):
             names += [f"{block}.{name}" for name, child in module.named_children() if _has_parameters(child)]
     return names
 

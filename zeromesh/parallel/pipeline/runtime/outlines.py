@@ -54,8 +54,11 @@ def _object(kind: str, fields: dict[str, Any]) -> Any:
     return object_type(fields) if is_mapping and not has_fields else object_type(**fields)
 
 
-def imitate(form: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a value of that outline with meaningless tensors: the arguments, or zeros without memory."""
+def imitate(form: Any, args: tuple[Any, ...], kwargs: dict[str, Any], may_write: bool = False) -> Any:
+    """Return a value of that outline with meaningless tensors: the arguments, or zeros without memory.
+
+    With ``may_write``, they have memory of their own, as code of the user's may write to them.
+    """
     arguments = tensors_of((args, kwargs))
 
     def make(form: Any) -> Any:
@@ -69,6 +72,8 @@ def imitate(form: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kind != "tensor":
             return [make(item) for item in inside] if kind == "list" else tuple(make(item) for item in inside)
         *shape, dtype = inside
+        if may_write:
+            return torch.zeros(shape, dtype=getattr(torch, dtype), device=arguments[0].device if arguments else None)
         same = (
             tensor
             for tensor in arguments

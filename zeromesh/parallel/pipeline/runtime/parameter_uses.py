@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from zeromesh.base.containers import map_tensors, tensors_of
 from zeromesh.base.dry.dry_run import DryRun, OperatorListener, tensors_in
@@ -98,7 +99,7 @@ def _trace(model: nn.Module, blocks: Sequence[str], sample: ModelInput, guess: b
             if key not in block.get_submodule(owner)._non_persistent_buffers_set:
                 uses.states.add(id(buffer))
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _GradientModes(uses):
             sample.run_dry(copied, dtype_of(model), run)
     except Exception as error:
         vars(error)["guessed"] = run.values.guessed
@@ -112,6 +113,20 @@ def _trace(model: nn.Module, blocks: Sequence[str], sample: ModelInput, guess: b
         frozenset(uses.closed),
         run.operators,
     )
+
+
+class _GradientModes(TorchFunctionMode):
+    """Count of the calls that switch gradients on or off, of which a context makes two."""
+
+    def __init__(self, uses: _Uses) -> None:
+        super().__init__()
+        self._uses = uses
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Call the function."""
+        if func is torch._C._set_grad_enabled:
+            self._uses.on_switch()
+        return func(*args, **(kwargs or {}))
 
 
 class _Uses(OperatorListener):
@@ -128,8 +143,11 @@ class _Uses(OperatorListener):
         self._outer = -1  # number of the block that is being called; -1 outside of blocks
         # Calls of modules inside of blocks: how many calls came before, and what the module was called with, by ``id``.
         self._parts: list[tuple[int, frozenset[int]]] = []
+        self._switches = 0  # of gradients, on and off
+        self._switches_before, self._writes_arguments = 0, False  # of the block that is being called
         self._depends = False  # whether the present operator reads what depends on parameters
         self._arguments: frozenset[int] = frozenset()
+        self._memory_of_arguments: frozenset[int] = frozenset()
         self._handed: set[int] = set()
         # The sections in which tensors were made that depend on parameters. The tensors are kept with their views, as
         # an id may be given again once its tensor is gone.
@@ -146,8 +164,17 @@ class _Uses(OperatorListener):
         if self._outer >= 0:  # an outer block calls it, of which it is a part
             if self._blocks[index].rpartition(".")[0] == self._blocks[self._outer]:
                 self._parts.append((len(self.calls), frozenset(map(id, arguments))))
-                # A view of an argument is not seen to be read where it reads the received value.
-                if any({*map(id, self._views[_storage(x)])} - {id(x)} for x in arguments if id(x) in self._made):
+                # On the stage that begins there the block's arguments are stand-ins, which may be the user's own
+                # inputs, and a context that the block has entered would switch gradients off again. A view of an
+                # argument is not seen to be read where it reads the received value.
+                is_inside_context = (self._switches - self._switches_before) % 2 == 1
+                has_parameter = any(id(x) in self._names for x in arguments)  # which cannot take a received value
+                if (
+                    self._writes_arguments
+                    or is_inside_context
+                    or has_parameter
+                    or any({*map(id, self._views[_storage(x)])} - {id(x)} for x in arguments if id(x) in self._made)
+                ):
                     self.closed.add(len(self.calls))
                 self.calls.append(index)
                 self.operations.append(0.0)
@@ -159,12 +186,18 @@ class _Uses(OperatorListener):
         self.calls.append(index)
         self.operations.append(0.0)
         self._outer, self._arguments = index, frozenset(map(id, arguments))
+        self._memory_of_arguments = frozenset(map(_storage, arguments))
+        self._switches_before, self._writes_arguments = self._switches, False
         try:
             output = block(*args, **kwargs)
             # What a block returns is another value than what it was given, even where it is the same tensor.
             return map_tensors(output, lambda x: x.view_as(x) if id(x) in self._arguments else x)
         finally:
             self._outer, self._arguments = -1, frozenset()
+
+    def on_switch(self) -> None:
+        """Note that gradients are switched on or off."""
+        self._switches += 1
 
     def on_read(self, func: Any, tensors: Sequence[Tensor]) -> None:
         """Note what an operator reads."""
@@ -182,6 +215,7 @@ class _Uses(OperatorListener):
                 # A write also reaches the views that were taken of the tensor before.
                 named = zip(func._schema.arguments, args, strict=False)
                 written = [x for declared, x in named if declared.is_write and isinstance(x, Tensor)]
+                self._writes_arguments |= any(_storage(x) in self._memory_of_arguments for x in written)
                 results += [view for x in written for view in (x, *self._views[_storage(x)])]
                 # A stage that begins there has the value that is written to as a message, which autograd must not lose.
                 touched_ids = set(map(id, results))

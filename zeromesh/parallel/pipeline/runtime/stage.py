@@ -302,7 +302,7 @@ class _Run:
         """Handle the call of a module in a block that is cut through: another stage's is not computed."""
         self._parts_called[path] = count = self._parts_called.get(path, -1) + 1
         if not self.is_live:
-            return imitate(self._returned[f"{path} {count}"], args, kwargs)
+            return imitate(self._returned[f"{path} {count}"], args, kwargs, may_write=True)
         output = module(*args, **kwargs)
         self._made += tensors_of(output)
         self._returned[f"{path} {count}"] = outline(output)
