@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ import torch.distributed as dist
 from harness import free_port, on_ranks, run_command, run_ranks
 from zeromesh import Environment, init_distributed
 from zeromesh.comm import environment as module
-from zeromesh.comm import interface, peers, rendezvous
+from zeromesh.comm import interface, nodes, peers, rendezvous
 from zeromesh.comm.collectives import Group, PeerLost
 from zeromesh.comm.environment import VARIABLES, StartError, default_backend, device_for, shutdown
 from zeromesh.comm.peers import Peer, with_topology
@@ -189,6 +191,36 @@ def test_an_error_of_one_rank_at_the_start_reaches_the_others(failing: int) -> N
     assert said[failing] == "ValueError: this node has 1 cuda device"
     expected = f"StartError: rank {failing} on {socket.gethostname()} cannot start: this node has 1 cuda device"
     assert said[1 - failing] == expected
+
+
+@pytest.mark.parametrize("stage", ["place", "start_together"])
+def test_a_rank_that_ends_before_the_nodes_are_told_ends_the_start_within_its_limit(stage: str) -> None:
+    """Torch's own limit, of five minutes, would count from the rendezvous on."""
+    found = [text for text in run_ranks(without_a_rank, 3, free_port(), stage) if text]
+    assert len(found) == 2
+    assert all("does not hear" in text for text in found), found
+
+
+def without_a_rank(port: int, stage: str) -> str:
+    rank = dist.get_rank()
+    leave()
+    environment = Environment(rank, 0, rank, 3, 1, "127.0.0.1", port, launcher="torchrun", placed=False)
+    with patch.object(nodes, stage, side_effect=SystemExit) if rank == 2 else nullcontext():
+        try:
+            return error_of_start(environment, seconds=2.0)
+        except SystemExit:
+            return ""
+
+
+def test_a_rank_that_ends_between_two_calls_of_the_store_is_not_waited_for_beyond_the_limit() -> None:
+    meeting = rendezvous.Meeting(two_ranks(0, 1), "", timedelta(seconds=0.05))
+    meeting._store = dist.HashStore()
+    meeting._store.set_timeout(timedelta(seconds=30))
+    meeting._store.set("here/1", "")  # and no count
+    began = time.monotonic()
+    with pytest.raises(StartError, match="of 2 ranks, some rank did not come"):
+        meeting._exchange("here", b"value")
+    assert time.monotonic() - began < 20
 
 
 def on_a_port_in_use(port: int) -> str:

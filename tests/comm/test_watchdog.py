@@ -219,6 +219,32 @@ def test_a_machine_without_engines_is_not_missed() -> None:
     assert not places[0].ended
 
 
+def test_long_texts_of_any_alphabet_stay_in_the_record_of_their_rank() -> None:
+    place = Place(Store(), "node 0", [0, 1], 2)
+    text = "\N{CJK UNIFIED IDEOGRAPH-7A0B}" * signs.LONGEST
+    place.waits = {0: {"what": text, "number": 1, "where": text}, 1: FAR}
+    place.tick(1, 0)
+    line = place.boards[0].line()
+    assert line is not None
+    assert line["waits"] == [(place.waits[0], [0]), (FAR, [1])]
+    place.boards[1].tell_end(text)
+    assert place.boards[0].ended == text[: len(place.boards[0].ended)] != ""
+
+
+def test_a_wait_of_another_engine_ends_the_run_where_the_store_does_not_answer() -> None:
+    """One engine's watchdog calls the store for all of the process; nobody else sees that it does not come back."""
+    store, ended = Store(), list[str]()
+    first, second = (watchdog.Watchdog(store, 0, 2, patience=PATIENCE) for _ in range(2))
+    with patch.object(watchdog.Watchdog, "_end", lambda _, why: ended.append(why)):
+        for _ in range(relay.TICKS * relay.SILENT + 1):
+            first.judge()  # without a check in between, as it waits for the store
+        assert not ended
+        second._what, second._began, second._due = "all_gather", -2 * PATIENCE, -PATIENCE
+        second.check()
+        first.judge()
+    assert "has not answered" in ended[0]
+
+
 def test_a_device_that_does_not_get_on_is_a_wait() -> None:
     """nccl waits on the device, and the process goes on until it needs a value."""
 

@@ -450,7 +450,7 @@ class Group:
             self._pending("exchange", tag, self._post(receives, sends, tag), row.nbytes).wait()
 
         def combine() -> None:
-            torch.maximum(largest, other_largest, out=largest)
+            torch.maximum(largest, other_largest, out=largest).add_(0)  # so that no zero keeps a sign
             sums.add_(other_sums)
 
         if self.rank >= power:

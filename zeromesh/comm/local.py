@@ -192,7 +192,7 @@ class Transport:
 
     def __del__(self) -> None:
         # At the end of the process the memory stays, as messages may be waited for even later.
-        if self._link and not _ending.is_set():
+        if self._link and _ending is not None and not _ending.is_set():  # None once Python has cleared this module
             self.close()
             self._native.zeromesh_link_free(self._link)
 

@@ -70,7 +70,15 @@ def start_together(environment: Environment, store: SealedStore, problem: Except
         store.compare_set("start", "", text)
     elif store.add("ready", 1) == environment.world_size:
         store.set("start", "")
-    said = store.get("start").decode()
+    try:
+        said = store.get("start").decode()
+    except StartError:
+        raise
+    except RuntimeError as error:
+        raise StartError(
+            f"rank {environment.rank} does not hear that all ranks can start: {str(error).splitlines()[0]}; a rank has "
+            "ended meanwhile: see the other ranks' output"
+        ) from None
     if not said:
         return
     end, heard = time.monotonic() + FAREWELL_SECONDS, store.add("heard", 1)

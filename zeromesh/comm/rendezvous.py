@@ -119,6 +119,8 @@ class Meeting:
                 SECRET,
             )
         store = SealedStore(self._store, sign(self._token, *greetings), self._master)
+        # What the ranks ask each other before they are connected has the limit of the start, too.
+        store.set_timeout(self._limit)
         for rank, proof in enumerate(self._exchange("knows", store.seal(f"knows/{self._rank}", b""))):
             store.unseal(f"knows/{rank}", proof)
         return store
@@ -211,7 +213,8 @@ class Meeting:
         try:
             while not (come := self._store.check([key])) and not self._store.check(["problem"]):
                 if time.monotonic() > self._end:
-                    missing = [*islice(self._missing([f"{shown}{rank}" for rank in ranks]), SHOWN)]
+                    # A rank that ends between its greeting and its count is none that can be named.
+                    missing = [*islice(self._missing([f"{shown}{rank}" for rank in ranks]), SHOWN)] or ["some rank"]
                     count = len(ranks) - (self._store.add(f"{shown}count", 0) if len(ranks) > 1 else 0)
                     break
                 if time.monotonic() > silent_until and (hint := self._loopback()):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-RECORD = 4096  # bytes of one rank's record; a page, so that machines of few ranks need little memory
+RECORD = 8192  # bytes of one rank's record: two texts of four bytes a character; pages without data take no memory
 LONGEST = 1000  # characters of a text in a record
 FRESH = 3  # looks without a new sign, from which on a rank is quiet, and the next one of its machine writes
 
@@ -104,6 +104,12 @@ class Board:
             self._write(1 + self._rank, {"beat": self._beat, "process": os.getpid(), **most})
             return next(iter(self._signs)) is owner
 
+    @property
+    def waits_here(self) -> bool:
+        """True if an engine of this process has waited for long; another one's watchdog may be the one that looks."""
+        with self._lock:
+            return any(sign["long"] for sign in self._signs.values())
+
     def leave(self, owner: object) -> None:
         """Give no more signs: a process without an engine, which may prepare data for hours, owes none."""
         with self._lock:
@@ -158,7 +164,7 @@ class Board:
                 begin = end
 
     def _write(self, place: int, words: dict[str, Any] | None) -> None:
-        body = json.dumps(words).encode()
+        body = json.dumps(words, ensure_ascii=False).encode(errors="replace")  # escaped it would be longer
         os.pwrite(self._file, f"{zlib.crc32(body):08x}{len(body):08x}".encode() + body, place * RECORD)
 
     def _read(self, place: int) -> dict[str, Any] | None:

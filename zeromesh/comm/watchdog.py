@@ -95,7 +95,7 @@ class Watchdog:
         self._thread = threading.get_ident()
         self._waits += 1
         self._began = time.monotonic()
-        self._what, self._due = what, self._began + self._patience + nbytes / SLOWEST_LINK
+        self._what, self._due = what[:LONGEST], self._began + self._patience + nbytes / SLOWEST_LINK
 
     def end(self) -> None:
         """Note that the wait is over."""
@@ -108,7 +108,7 @@ class Watchdog:
         """Note that the device waits for a collective, and not this process, as with nccl."""
         self._thread = threading.get_ident()
         self._waits += 1
-        self._what_queued, self._stream = what, torch.accelerator.current_stream(device)
+        self._what_queued, self._stream = what[:LONGEST], torch.accelerator.current_stream(device)
 
     def check(self) -> None:
         """Give a sign of life. Where this rank does so for others, pass theirs on, and look for a reason to end."""
@@ -156,8 +156,8 @@ class Watchdog:
         """End the run if the store has not answered ``check`` for many ticks and a rank waits."""
         self._silent_ticks = ticks = self._silent_ticks + 1 if self._beat == self._beat_judged else 0
         self._beat_judged = self._beat
-        waits = self._what or self._relay.waiting or _own_wait(sys._current_frames().get(self._thread))
-        if ticks < TICKS or not waits:
+        waits = self._what or self._relay.waiting or self._board.waits_here
+        if ticks < TICKS or not (waits or _own_wait(sys._current_frames().get(self._thread))):
             return
         seconds = ticks * self._patience / TICKS
         text = (
