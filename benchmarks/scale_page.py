@@ -184,7 +184,7 @@ they differ.
 - **KB per step in collectives** is all memory that one rank gives to collectives, to read or to fill.
 - **Manifest**: the description of a checkpoint by so many ranks, of which each has a part of each tensor (three per
   block). With ZeroMesh each rank writes its own list, and the first one the index (*to write* are its list and the
-  index); a rank in the middle opens what it needs. DCP's first rank writes the metadata for all, and each rank reads it.
+  index); a rank in the middle opens what it needs. DCP's first rank writes metadata for all, which each rank reads.
 - **Watchdog**: one look of the rank that reads for all, which has waited for long, with eight ranks on a machine.
 - **Start**: real ranks on gloo, forked on this machine with all modules imported, from joining each other to the end of
   the first step of a tiny model. They share its cores. Calls of the store are those of Python."""
