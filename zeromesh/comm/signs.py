@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import socket
@@ -18,6 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
+
+_log = logging.getLogger("zeromesh")
 
 RECORD = 8192  # bytes of one rank's record: two texts of four bytes a character; pages without data take no memory
 LONGEST = 1000  # characters of a text in a record
@@ -37,6 +40,7 @@ class Board:
 
     def __init__(self, store: Any, rank: int) -> None:
         self._rank, self._beat = rank, 0
+        self._lost = False  # True once a record could not be written
         self._signs: dict[object, dict[str, Any]] = {}  # by the engine's watchdog
         self._still: dict[int, tuple[int, int]] = {}  # by rank, its last beat, and looks since it came
         self._lock = threading.Lock()
@@ -165,7 +169,18 @@ class Board:
 
     def _write(self, place: int, words: dict[str, Any] | None) -> None:
         body = json.dumps(words, ensure_ascii=False).encode(errors="replace")  # escaped it would be longer
-        os.pwrite(self._file, f"{zlib.crc32(body):08x}{len(body):08x}".encode() + body, place * RECORD)
+        try:
+            os.pwrite(self._file, f"{zlib.crc32(body):08x}{len(body):08x}".encode() + body, place * RECORD)
+        except OSError as error:  # a limit of the size of files counts for memory, too
+            if not self._lost:
+                _log.warning(
+                    "rank %d cannot give signs of life (%s), so that a hang may not be seen: set ulimit -f to at least "
+                    "%d kB",
+                    self._rank,
+                    error.strerror,
+                    (place + 1) * RECORD // 1024,
+                )
+            self._lost = True
 
     def _read(self, place: int) -> dict[str, Any] | None:
         """Return a record; the last one that could be read where another rank is writing it; None if there is none."""
