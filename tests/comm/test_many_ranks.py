@@ -29,6 +29,26 @@ def test_a_mesh_of_five_axes_makes_only_the_groups_that_a_rank_is_in(world: int)
         dist.destroy_process_group()
 
 
+def after_groups_that_are_gone() -> tuple[int, list[float]]:
+    rank = dist.get_rank()
+    for ranks in ([rank & 2, rank & 2 | 1], [rank & 1, rank & 1 | 2]):
+        group = dist.new_group(ranks, use_local_synchronization=True)
+        dist.all_reduce(torch.ones(1), group=group)
+        dist.destroy_process_group(group)
+    with patch.object(distributed_c10d, "_new_group_with_tag", wraps=distributed_c10d._new_group_with_tag) as make:
+        mesh = Mesh({"replicate": 2, "data": 2}, torch.device("cpu"))
+    rows = [mesh.group(axis).exchange(torch.tensor([float(rank)])) for axis in ("replicate", "data")]
+    dist.barrier()
+    return len(make.call_args_list), torch.cat(rows).flatten().tolist()
+
+
+def test_groups_that_the_program_has_destroyed_are_not_connected_to() -> None:
+    """torch gives a new group of the same ranks the name, and with it the addresses, of one that is gone."""
+    found = run_ranks(after_groups_that_are_gone, 4)
+    assert [calls for calls, _ in found] == [4] * 4  # two along each axis, which all ranks make together
+    assert [rows for _, rows in found] == [[0, 2, 0, 1], [1, 3, 0, 1], [0, 2, 2, 3], [1, 3, 2, 3]]
+
+
 def count_messages() -> tuple[list[float], int]:
     world = Group("world", dist.group.WORLD, torch.device("cpu"), Traffic())
     with patch.object(Group, "_post", autospec=True, side_effect=Group._post) as post:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -234,28 +235,39 @@ def _groups_of(device: torch.device, shape: _Shape, order: _Shape, axes: Sequenc
     world: Any = dist.group.WORLD
     groups = _made.setdefault(world, {})
     missing = [axis for axis in axes if (device.type, shape, order, axis) not in groups]
-    alone = bool(missing) and _can_make_alone(world, device)
     # On the CPU, also where ``initialize`` was called under another default device.
     ranks = torch.tensor(order, device="cpu").view(shape)
+    lines = {axis: ranks.movedim(axis, -1).reshape(-1, shape[axis]) for axis in missing}
+    alone = bool(missing) and _can_make_alone(world, device, [_line(rows) for rows in lines.values()])
     for axis in missing:
-        group = _new_group(world, ranks.movedim(axis, -1).reshape(-1, shape[axis]), alone)
+        group = _new_group(world, lines[axis], alone)
         groups[device.type, shape, order, axis] = trust.prove(group)
     return [groups[device.type, shape, order, axis] for axis in axes]
 
 
-def _can_make_alone(world: Any, device: torch.device) -> bool:
-    """Return whether the members of a group can make it without all other ranks. Collective."""
-    # torch names such a group by the number of groups that each member has.
-    count = torch.tensor([len(dist.distributed_c10d._world.pg_names)], device="cpu")
-    counts = Group("world", world, device, Traffic()).exchange(count)
-    return dist.get_backend() != "mpi" and bool((counts == counts[0]).all())
+def _can_make_alone(world: Any, device: torch.device, lines: Sequence[Sequence[int]]) -> bool:
+    """Return whether the members of groups can make them one by one without all other ranks. Collective."""
+    # torch names such a group by its ranks and the number of groups that each member has.
+    count, store = len(dist.distributed_c10d._world.pg_names), dist.distributed_c10d._get_default_store()
+    texts = ["_".join(map(str, [*sorted(line), count + number])) for number, line in enumerate(lines)]
+    names = [hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest() for text in texts]
+    # gloo would connect to what a group of that name, which the program has destroyed, has left there.
+    used = device.type == "cpu" and dist.get_backend() == "gloo" and any(store.check([f"{n}//cpu//0/0"]) for n in names)
+    counts = Group("world", world, device, Traffic()).exchange(torch.tensor([count, used], device="cpu"))
+    return dist.get_backend() != "mpi" and bool((counts[:, 0] == count).all()) and not bool(counts[:, 1].any())
+
+
+def _line(rows: torch.Tensor) -> list[int]:
+    """Return the row of a matrix of ranks that this rank is in."""
+    ranks: list[int] = rows[(rows == dist.get_rank()).any(1)][0].tolist()
+    return ranks
 
 
 def _new_group(world: Any, lines: torch.Tensor, alone: bool) -> Any:
     """Make this rank's group, one of the rows of a matrix; where it is possible, none of the others."""
     if world.bound_device_id is not None:  # nccl splits all of them off in one call
         return dist.split_group(world, lines.tolist())
-    rank = dist.get_rank()
     if alone:
-        return dist.new_group(lines[(lines == rank).any(1)][0].tolist(), use_local_synchronization=True)
+        return dist.new_group(_line(lines), use_local_synchronization=True)
+    rank = dist.get_rank()
     return next(group for line, group in [(line, dist.new_group(line)) for line in lines.tolist()] if rank in line)
