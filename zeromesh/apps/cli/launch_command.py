@@ -138,7 +138,7 @@ def with_defaults(options: LaunchOptions, env: Mapping[str, str]) -> LaunchOptio
     restarts = _count("PET_MAX_RESTARTS", env.get("PET_MAX_RESTARTS"))
     return replace(
         options,
-        nodes=nodes or "1",
+        nodes=nodes,
         ranks=_ranks_of(env.get("PET_NPROC_PER_NODE")) if options.ranks is None else options.ranks,
         node_rank=_count("PET_NODE_RANK", node_rank) if options.node_rank is None else options.node_rank,
         master=options.master or master,
@@ -204,7 +204,7 @@ def _secret(options: LaunchOptions, master: str) -> bytes:
     secret = read_secret(options.secret_file)
     if master and not secret:
         raise ValueError(
-            f"--nnodes {options.nodes} needs --secret-file FILE, as strangers could run commands on the nodes without "
+            f"--nnodes {options.nodes or 1} needs --secret-file FILE, as strangers could run commands on the nodes without "
             f"a secret; {HOW}"
         )
     return secret if master else b""
