@@ -204,8 +204,8 @@ def _secret(options: LaunchOptions, master: str) -> bytes:
     secret = read_secret(options.secret_file)
     if master and not secret:
         raise ValueError(
-            f"--nnodes {options.nodes or 1} needs --secret-file FILE, as strangers could run commands on the nodes without "
-            f"a secret; {HOW}"
+            f"--nnodes {options.nodes or 1} needs --secret-file FILE, as strangers could run commands on the nodes "
+            f"without a secret; {HOW}"
         )
     return secret if master else b""
 
