@@ -9,7 +9,7 @@ import pytest
 
 from commands import call
 from zeromesh import Settings
-from zeromesh.apps.cli.main import WRONG_INPUT
+from zeromesh.apps.cli.command_errors import WRONG_INPUT
 from zeromesh.apps.train.train_settings import TrainSettings
 from zeromesh.config.adopt import adopt, fixed, warn_of
 from zeromesh.config.errors import ConfigError

@@ -12,7 +12,7 @@ from torch import nn
 
 import zeromesh
 from commands import call
-from zeromesh.apps.cli.main import WRONG_INPUT
+from zeromesh.apps.cli.command_errors import WRONG_INPUT
 from zeromesh.apps.train.check import check
 from zeromesh.apps.train.train_settings import TrainSettings
 from zeromesh.config.errors import ConfigError

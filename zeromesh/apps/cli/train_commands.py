@@ -1,0 +1,72 @@
+"""Commands of runs: ``train``, ``report``, ``sample`` and ``export``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zeromesh.apps.cli.command_errors import command_errors
+from zeromesh.apps.cli.layout_commands import verify_layout
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="A JSON file in DeepSpeed's format, with model, data and run.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in run.steps=100.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in run.output.")] = False,
+    auto_resume: Annotated[
+        bool, typer.Option("--auto-resume", help="Continue if run.output has a checkpoint, else start.")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="First compare the layout with one plain process, on a smaller model.")
+    ] = False,
+) -> None:
+    """Train a language model on text."""
+    if verify:
+        verify_layout(config, overrides=overrides or ())
+    with command_errors():
+        from zeromesh.apps.train.train_run import train as run
+
+        run(config, overrides or [], "auto" if auto_resume else resume)
+
+
+def report(run: Annotated[Path, typer.Argument(help="The output folder of a run, finished or not.")]) -> None:
+    """Draw a run: its attempts, curves, and the ranks' work and hardware over time."""
+    with command_errors():
+        from zeromesh.apps.train.run_picture import write_picture
+
+        typer.echo(f"wrote {write_picture(run)}")
+
+
+def sample(
+    run: Annotated[Path, typer.Argument(help="The output folder of a finished run.")],
+    prompt: Annotated[str, typer.Argument(help="The beginning of the text.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Randomness; 0 takes the likeliest token.")] = 0.8,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the choices.")] = 0,
+    count: Annotated[int, typer.Option(min=1, help="Texts to write.")] = 1,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message; write the answer.")] = False,
+) -> None:
+    """Continue a text with the model of a run."""
+    with command_errors():
+        from zeromesh.apps.train.sample import continue_text
+
+        continue_text(run, prompt, tokens, temperature, seed, count, chat)
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="The output folder of a run, finished or not.")],
+    folder: Annotated[Path, typer.Argument(help="The folder to write; it must not exist, or be empty.")],
+    tag: Annotated[
+        str | None, typer.Option(help="The checkpoint, such as global_step100; the latest if left out.")
+    ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Write the model with its adapters merged in.")] = False,
+) -> None:
+    """Write the model of a run as a folder that from_pretrained of transformers, or of PEFT, opens."""
+    with command_errors():
+        from zeromesh.apps.train.export_run import export as write
+
+        write(run, folder, tag, merge)
