@@ -188,8 +188,8 @@ def test_a_fed_micro_batch_is_compared_with_the_configured_one(shapes, told, cap
         assert warnings(caplog) == []
     else:
         (message,) = warnings(caplog)
-        assert f"is given {told} sample{'s' * (told > 1)} at a time" in message
-        assert "train_micro_batch_size_per_gpu is 16; gradients are right" in message
+        assert f"gets {told} sample{'s' * (told > 1)} at a time" in message
+        assert "train_micro_batch_size_per_gpu is 16. Gradients are right" in message
         assert f"feed 16, or set train_micro_batch_size_per_gpu to {told}" in message
 
 
@@ -198,7 +198,7 @@ def test_a_first_micro_batch_that_is_smaller_is_told_of_at_once(caplog: pytest.L
     engine(torch.ones(4, 3))
     engine(torch.ones(5, 3))
     (message,) = warnings(caplog)
-    assert "is given 4 samples at a time" in message
+    assert "gets 4 samples at a time" in message
 
 
 def test_without_configured_sizes_there_is_nothing_to_compare(caplog: pytest.LogCaptureFixture) -> None:
@@ -253,7 +253,7 @@ def staged() -> list[str]:
 def test_stages_compare_it_too() -> None:
     first, second = run_ranks(staged, 2)
     assert len(first) == 1
-    assert "is given 3 samples at a time" in first[0]
+    assert "gets 3 samples at a time" in first[0]
     assert second == []
 
 

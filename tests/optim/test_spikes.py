@@ -51,7 +51,7 @@ def test_a_loss_that_is_not_known_is_told_once(caplog: pytest.LogCaptureFixture)
     assert one.look(11, None, 2.0) is None
     assert one.look(12, None, 2.0) is None
     assert [record.message for record in caplog.records] == [
-        "the loss is not watched for spikes: it is not known where its backward is called; call "
+        "spikes of the loss cannot be detected, because the engine does not see the loss: call "
         "engine.backward(loss), or watch the gradient norm"
     ]
 

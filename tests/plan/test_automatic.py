@@ -57,7 +57,7 @@ def test_one_process_fills_in_what_is_auto_and_says_so(caplog: pytest.LogCapture
     loss, stage, micro, device, _ = trained(BASE | {MICRO: "auto", "zero_optimization": {"stage": "auto"}})
     assert (stage, micro, device) == (0, 16, "none")
     said = "\n".join(record.getMessage() for record in caplog.records)
-    assert 'the planner has filled in what is "auto"' in said
+    assert 'the planner set the "auto" keys' in said
     assert "nothing fills in here" not in said
     assert loss == trained(BASE | {MICRO: 16})[0]
 

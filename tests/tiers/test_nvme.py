@@ -444,7 +444,7 @@ def test_a_file_that_somebody_deletes_is_said_and_another_of_its_name_is_left(tm
         assert holds(store, region, 1)
         store.path.write_text("another")
     assert store.path.read_text() == "another"
-    assert sum("was deleted by somebody else" in record.message for record in caplog.records) == 1
+    assert sum("was deleted by another process" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize(("code", "text"), [(errno.EIO, "Input/output error"), (errno.ENOSPC, "No space left")])

@@ -77,7 +77,7 @@ def test_a_run_whose_layout_is_planned_is_that_with_the_layout_written_out(
 ) -> None:
     path = config(corpus, tmp_path / "auto", **AUTO)
     said = run_ranks(train_on, ranks, machine, path, [])[0]
-    assert 'the planner has filled in what is "auto"' in said
+    assert 'the planner set the "auto" keys' in said
     assert "nothing fills in here" not in said
     found = chosen(tmp_path / "auto" / "run")
     assert found["mesh"]["data"] * found["mesh"]["tensor"] == ranks
@@ -110,7 +110,7 @@ def test_a_resumed_run_keeps_its_layout_whatever_the_machine_is_now(corpus: Path
     train_on(machine, path, [])
     before = chosen(tmp_path / "run")
     said = train_on(str(tmp_path / "gone.json"), path, ["run.steps=4"], resume=True)
-    assert 'what is "auto" is as it was in the run' in said
+    assert '"auto" keys keep the values of the resumed run' in said
     assert chosen(tmp_path / "run") == before
     assert len(logged_losses(tmp_path / "run")) == 4
 

@@ -107,7 +107,7 @@ def load(engine: RunState, folder: Path, tag: str | None, parts: Taken) -> tuple
     def prepare() -> Reader:
         path, named = locate(folder, chosen), folder / chosen
         if path != named:
-            _log.warning("%s is missing: a process ended as it was replaced; the one before it is loaded", named)
+            _log.warning("%s is missing because a process ended while replacing it; the previous one is loaded", named)
         reader = Reader(path)
         _rename(sharded, reader, {*map(_bare, wanted), *other_names})
         require_run(path, reader.manifest)
@@ -165,7 +165,7 @@ def load(engine: RunState, folder: Path, tag: str | None, parts: Taken) -> tuple
         position = loader.go_to(reader.manifest.get("data"))
         engine.resume_data()
         if mesh.rank == 0:
-            _log.info("training_data goes on in pass %d, after %d of its samples", *position)
+            _log.info("training_data continues in pass %d, after %d of its samples", *position)
     return str(reader.folder), client
 
 

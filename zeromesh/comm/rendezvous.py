@@ -113,8 +113,8 @@ class Meeting:
             self._require_member(rank, greeting)
         if not self._token and self._rank == 0:
             _log.warning(
-                "nothing proves that who connects to %s is a rank of this run: its nodes share no secret; set %s to at "
-                "least 16 characters that nobody else knows, the same on all ranks, or use zeromesh launch",
+                "connections to %s are not verified, because the nodes of this run share no secret. Set %s to the same "
+                "16 or more characters on all ranks, which nobody else knows, or use zeromesh launch",
                 self._master,
                 SECRET,
             )

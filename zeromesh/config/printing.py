@@ -137,7 +137,7 @@ def tell_unset(
     values = jsonable(settings.model_dump())
     listed = ", ".join(f"{path} = {_value(path, values, used)}" for path in autos(source, overrides))
     if listed:
-        _log.warning('keys that are "auto" have their defaults, or follow from others: %s', listed)
+        _log.warning('"auto" keys have their default, or follow from other keys: %s', listed)
 
 
 def _value(path: str, values: Mapping[str, Any], used: Mapping[str, Any]) -> str:

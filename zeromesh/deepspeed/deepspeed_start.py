@@ -166,7 +166,7 @@ def _release(model: nn.Module) -> nn.Module:
     sharded = next(filter(None, map(owners.sharded_of, model.parameters())), None)
     if sharded is not None and (owner is None or isinstance(owner, DeepSpeedEngine)):
         if owner is not None:
-            _log.warning("initialize was given a model that an engine has: that engine cannot train it any more")
+            _log.warning("this model already has an engine, which can no longer train it")
         owned = [weight for weight in model.parameters() if sharded.sharded and owners.sharded_of(weight) is sharded]
         values = parameter_copies(sharded) if owned else {}
         (sharded.close if owner is None else owner.destroy)()

@@ -145,10 +145,11 @@ class MicroBatchSizes:
         # A single smaller one later on is the last of a pass over the data: only two in a row are warned of.
         if size > self._configured or (size < self._configured and self._was_small):
             _log.warning(
-                "the model is given %s at a time (the first dimension of its inputs), but "
-                "train_micro_batch_size_per_gpu is %d; gradients are right, but samples are counted, and "
-                "train_batch_size is, as configured: feed %d, or set train_micro_batch_size_per_gpu to %d",
+                "the model gets %s at a time (the first dimension of its inputs), but "
+                "train_micro_batch_size_per_gpu is %d. Gradients are right, but sample counts and learning-rate steps "
+                "assume micro-batches of %d: feed %d, or set train_micro_batch_size_per_gpu to %d",
                 counted(size, "sample"),
+                self._configured,
                 self._configured,
                 self._configured,
                 size,
@@ -168,9 +169,9 @@ def tell_uneven(samples: Sequence[float], number: int) -> bool:
         return False
     small, large = min(sizes), max(sizes)
     _log.warning(
-        "in update %d rank %d computed on %g samples at a time, and rank %d on %g: gradients are means over ranks, so "
-        "a sample of the smaller micro-batch weighs %.3g times as much; feed each rank as many, or sum the loss and "
-        "divide it by the samples of all ranks, times engine.data_size",
+        "in update %d rank %d computed on %g samples at a time, and rank %d on %g. Gradients are means over ranks, so "
+        "a sample of the smaller micro-batch weighs %.3g times as much. Feed all ranks equally many samples, or sum "
+        "the loss and divide it by the samples of all ranks, times engine.data_size",
         number,
         sizes[small],
         small,

@@ -112,8 +112,8 @@ class Saves:
         """Warn if gradients wait for their update: a checkpoint is of the last one, with its place in the data."""
         if self._state.accumulation.begun and self._state.mesh.rank == 0:
             _log.warning(
-                "%s() between a backward and its update: the checkpoint is that of update %d, without the gradients "
-                "of the micro-batches since, which a resumed run computes again",
+                "%s() between a backward and its update saves the state of update %d; a resumed run repeats the "
+                "micro-batches since then",
                 call,
                 self._state.global_steps,
             )

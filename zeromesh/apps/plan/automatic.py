@@ -43,7 +43,7 @@ def repeated(settings: Chosen, asked: frozenset[str], before: Resolved, ranks: i
     if prod(before.mesh.model_dump().values()) != ranks:
         return None
     overrides = overrides_of(document_for(*layout_from(before, ranks)), asked)
-    _log.info('what is "auto" is as it was in the run:%s', lines_of_overrides(overrides))
+    _log.info('"auto" keys keep the values of the resumed run:%s', lines_of_overrides(overrides))
     return type(settings).load(settings, overrides)
 
 
@@ -115,17 +115,17 @@ def _plan(
     layout = best.layout if best is not None else result.nearest[0][0]
     overrides = overrides_of(document_for(layout, precision), asked)
     cost = source.at(layout.micro_batch, sequence)
-    doubt = "" if cost.exact else f"\nthe model could not be traced, so that this is rough: {cost.note}"
+    doubt = "" if cost.exact else f"\nthe model could not be traced, so this is a rough estimate: {cost.note}"
     if best is None:
         _log.warning(
-            "the planner finds no layout that fits on %s, and takes the one that lacks least:%s%s",
+            "no layout fits on %s; the planner takes the one that lacks the least memory:%s%s",
             machine.name,
             lines_of_overrides(overrides),
             doubt,
         )
     else:
         _log.info(
-            'the planner has filled in what is "auto", for %s: %s; %s%s%s',
+            'the planner set the "auto" keys for %s: %s; %s%s%s',
             machine.name,
             layout_text(layout),
             reason_of(best),

@@ -259,7 +259,7 @@ class MemoryCopies:
             self._kept = None
             return None
         self._kept, self._sequence, self._life = run_copies, copy.sequence, life
-        _log.info("the run goes on from the copy in memory of step %d", copy.steps)
+        _log.info("the run continues from the copy in memory of step %d", copy.steps)
         return run_copies.slot(copy.sequence)
 
     def _choose(self, run_copies: Kept, on_disk: int, engine: RunState) -> _Copy | None:

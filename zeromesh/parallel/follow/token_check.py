@@ -114,8 +114,8 @@ class TokenCheck:
 
     def _tell(self, error: Exception) -> None:
         _log.warning(
-            "it could not be checked that the code of %s leaves the tokens of a sequence apart (%s: %s): compare its "
-            "first losses with those of one process, as zeromesh verify does",
+            "could not check whether the code of %s treats tokens separately (%s: %s): compare its first losses with "
+            "those of one process, as zeromesh verify does",
             self._name,
             type(error).__name__,
             str(error).partition("\n")[0],

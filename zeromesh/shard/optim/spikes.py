@@ -72,7 +72,7 @@ class SpikeWatch:
             if limit is not None and value is None and not self._warned:
                 self._warned = True
                 _log.warning(
-                    "the loss is not watched for spikes: it is not known where its backward is called; call "
+                    "spikes of the loss cannot be detected, because the engine does not see the loss: call "
                     "engine.backward(loss), or watch the gradient norm"
                 )
             if limit is None or value is None or len(seen) < min(LEAST, self._window):

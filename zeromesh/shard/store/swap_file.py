@@ -126,7 +126,7 @@ class SwapFile:
             )
         if not status.st_nlink and not self._warned_deleted:
             self._warned_deleted = True
-            _log.warning("%s was deleted by somebody else; its space is taken until this process ends", self.path)
+            _log.warning("%s was deleted by another process; its space is freed when this process ends", self.path)
 
     def read(self, memory: memoryview, offset: int) -> None:
         """Fill ``memory`` (whole blocks of bytes, at a multiple of ``ALIGNMENT``) from the file; blocks."""
