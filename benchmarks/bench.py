@@ -196,7 +196,7 @@ def free_name(folder: Path, name: str) -> Path:
 def positive(text: str) -> int:
     """A number of the command line."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 

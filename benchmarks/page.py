@@ -84,7 +84,7 @@ def difference(case: CaseResult, name: str) -> float | None:
 
 
 def differing(case: CaseResult, name: str) -> bool:
-    """Whether the losses of a variant are not those of the others; so are losses that are no numbers."""
+    """Whether the losses of a variant are not those of the others; so are losses that are not numbers."""
     found = difference(case, name)
     return found is not None and not found <= case["settings"]["tolerance"]
 

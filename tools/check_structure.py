@@ -55,7 +55,7 @@ NO_KEYS = (
 """Names in strings that look like keys: a setting that DeepSpeed's engine answers, its module, beginnings of keys."""
 
 FRAGMENTS = ("What", "Of", "Whether", "As", "How", "By", "To", "If", "That", "Where", "Who", "Which", "All that")
-"""First words of docstrings that are no sentences."""
+"""First words of docstrings that are not sentences."""
 
 EMPTY_NAMES = ("found", "one", "own", "made", "given", "held", "kept", "known", "whole")
 """Names of variables and arguments that do not say what they hold."""
@@ -295,7 +295,7 @@ def check(root: Path) -> list[str]:
         packed += [f"{where}:{n}: fmt: skip" for n, line in enumerate(lines, 1) if line.endswith("# fmt: skip")]
         problems += [f"{where}:{line}: {problem}" for line, problem in problems_of(tree, name)]
         problems += [
-            f"{where}:{line}: {key} is no key of the configuration; correct it, or add it to NO_KEYS"
+            f"{where}:{line}: {key} is not a key of the configuration; correct it, or add it to NO_KEYS"
             for line, key in unknown_keys(tree, names, pattern)
             if not (root / PACKAGE / f"{key.replace('.', '/')}.py").is_file()
         ]

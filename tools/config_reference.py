@@ -146,7 +146,7 @@ def schema() -> Schema:
     for old, new in RENAMED.items():
         section, _, name = new.rpartition(".")
         part = section_of(whole["properties"][section], whole["$defs"]) if section else whole
-        assert part is not None, f"{section} has other names for its keys, but is no section"
+        assert part is not None, f"{section} has other names for its keys, but is not a section"
         properties = part["properties"]
         properties[old.rpartition(".")[2]] = {**properties[name], "deprecated": True, "description": f"Use {new}."}
     whole["properties"]["zero_optimization"]["anyOf"].append({"type": "boolean"})

@@ -62,7 +62,7 @@ def initialize(
     The process group is started if nobody has. The model is changed in place: its modules stay the same objects, its
     parameters are placed over the ranks. All ranks start from the first rank's weights.
 
-    Positional arguments whose first is no module are taken in DeepSpeed's order, which begins with ``args``.
+    Positional arguments whose first is not a module are taken in DeepSpeed's order, which begins with ``args``.
 
     Args:
         model: any module; its parameters may be on the meta device if it was built under ``zeromesh.zero.Init``.

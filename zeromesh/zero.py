@@ -165,7 +165,7 @@ def GatheredParameters(
     Raises:
         RuntimeError: the parameters were changed and no ``modifier_rank`` says whose values count.
         ValueError: ``modifier_rank`` does not have these parameters.
-        TypeError: something is no tensor.
+        TypeError: something is not a tensor.
     """
     members: list[Any] = [p for tensor in tensors_of(params) for _, p in parts(tensor) if enabled]
     members = [p for p in members if was_placed(p)]

@@ -400,7 +400,7 @@ def test_code_in_a_file_is_refused_and_not_run(kind: str, zipped: bool, tmp_path
     else:
         pickle.dump(Malicious(tmp_path / "ran"), buffer, protocol=2)
     file.write_bytes(buffer.getvalue())
-    with pytest.raises(ValueError, match=r"holds posix\.system, which is no tensor") as caught:
+    with pytest.raises(ValueError, match=r"holds posix\.system, which is not a tensor") as caught:
         zeromesh.convert_checkpoint(tmp_path / "theirs", tmp_path / "ours")
     assert str(file) in str(caught.value)
     assert "load it with that library" in str(caught.value)

@@ -114,7 +114,7 @@ def scheduled(content: dict[str, Any], **values: Any) -> None:
 
 
 FAULTS = {
-    "a state that is no number": lambda content: named(content, "scalars")["one.bias"].update(step="three"),
+    "a state that is not a number": lambda content: named(content, "scalars")["one.bias"].update(step="three"),
     "a number that its dtype lacks": lambda content: named(content, "scalars")["one.bias"].update(
         step=[2**70, "int32"]
     ),

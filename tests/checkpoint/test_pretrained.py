@@ -340,11 +340,11 @@ DAMAGE: list[tuple[Callable[[Path], object], str]] = [
     (without_a_file, "lacks model-00001-of-.* with .*; copy it again"),
     (lambda f: (f / INDEX).write_text(json.dumps({"weight_map": {"model.norm.scale": SINGLE}})),
      "lacks model.norm.scale, which model.safetensors.index.json says it holds"),
-    (lambda f: (f / INDEX).write_text('{"weight_map": {"model.no'), "is no index of safetensors"),
+    (lambda f: (f / INDEX).write_text('{"weight_map": {"model.no'), "is not an index of safetensors"),
     (lambda f: configured(f, quantization_config={"quant_method": "gptq"}),
      r"is quantized \(gptq\), which cannot be trained"),
     (lambda f: (f / "config.json").unlink(), "holds no configuration that transformers can read"),
-    (lambda f: f.rename(f.with_name("elsewhere")), "is no folder; name a local one"),
+    (lambda f: f.rename(f.with_name("elsewhere")), "is not a folder; name a local one"),
 ]  # fmt: skip
 
 

@@ -176,7 +176,7 @@ def test_a_pickle_is_never_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda text: text[: len(text) // 2], "is an incomplete save: manifest.json is no whole JSON file"),
+        (lambda text: text[: len(text) // 2], "is an incomplete save: manifest.json is not a complete JSON file"),
         (lambda text: text.replace("24", "25"), "is not the file that was written (SHA-256 differs)"),
         (
             lambda text: text.replace('"format": 3', '"format": 4'),
@@ -213,7 +213,7 @@ def test_no_other_checkpoint_is_offered_that_is_damaged_itself(tmp_path: Path) -
 def test_without_a_manifest_there_is_no_checkpoint(tmp_path: Path) -> None:
     damaged(tmp_path)
     (tmp_path / "run" / MANIFEST).unlink()
-    with pytest.raises(FileNotFoundError, match=r"no complete checkpoint: manifest.json is missing; .*tag='older'"):
+    with pytest.raises(FileNotFoundError, match=r"not a complete checkpoint: manifest.json is missing; .*tag='older'"):
         Reader(tmp_path / "run")
     (tmp_path / "older" / MANIFEST).write_text("{}")
     with pytest.raises(FileNotFoundError, match="has no other checkpoint"):

@@ -51,7 +51,7 @@ def write_manifest(folder: Path, when: int) -> None:
     os.utime(folder / folders.MANIFEST, (when, when))
 
 
-@pytest.mark.parametrize(("text", "problem"), [("", "is empty"), ("gone", "names 'gone', which is no complete")])
+@pytest.mark.parametrize(("text", "problem"), [("", "is empty"), ("gone", "names 'gone', which is not a complete")])
 def test_the_newest_complete_checkpoint_is_taken_if_latest_is_gone(text, problem, tmp_path, caplog) -> None:
     (tmp_path / "latest").write_text(text)
     (tmp_path / "gone").mkdir()
@@ -188,7 +188,7 @@ def test_an_old_one_that_cannot_be_removed_is_a_warning(tmp_path, caplog, monkey
     monkeypatch.setattr(shutil, "rmtree", refuse)
     folders.keep_last(tmp_path, "step2", 1)
     assert "could not remove old checkpoints" in caplog.messages[0]
-    assert not (tmp_path / "step1" / "manifest.json").exists(), "what is half removed is no checkpoint"
+    assert not (tmp_path / "step1" / "manifest.json").exists(), "what is half removed is not a checkpoint"
     assert (tmp_path / "step2" / "manifest.json").exists()
 
 
@@ -299,7 +299,7 @@ def test_ranks_that_see_different_folders_all_fail_and_say_what_they_see(tmp_pat
     for found in (first, third):
         assert found["manifest"].startswith("RuntimeError: rank 1 could not open the checkpoint")
     assert second["manifest"].startswith("FileNotFoundError")
-    assert "is no complete checkpoint" in second["manifest"]
+    assert "is not a complete checkpoint" in second["manifest"]
 
 
 def differ(folder: str) -> dict[str, str]:

@@ -114,7 +114,7 @@ def test_a_save_that_was_cut_off_is_listed_as_incomplete(saved: Path, tmp_path: 
     assert call(folder).exit_code == 0, "it may be under way"
     assert "global_step1.draft: " in call(folder).stdout
     assert "global_step1: " in result.stdout
-    assert "no complete checkpoint: manifest.json is missing" in result.stdout
+    assert "not a complete checkpoint: manifest.json is missing" in result.stdout
 
 
 def test_files_that_are_cut_off_or_missing_are_told_without_reading_them(saved: Path, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ READ: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
         ["moved into its section", "moved into its section", "moved into its section"],
     ),
     ({"zero_optimization.stage": 2, **with_zero(stage=3)}, with_zero(stage=3), ["is left out: its section has 3"]),
-    ({"seed.x": 2, "seed": 1}, {"seed": 1}, ["its section is no object"]),
+    ({"seed.x": 2, "seed": 1}, {"seed": 1}, ["its section is not an object"]),
     (optimizer("OneBitAdam", **ONE_BIT), optimizer("adam"), ['"OneBitAdam", is "adam"', *["adam takes no such"] * 4]),
     (optimizer("ZeroOneAdam", var_freeze_step=3), optimizer("adam"), ["gradients are exact", "adam takes no such"]),
     (

@@ -150,7 +150,7 @@ def test_a_module_that_is_said_to_compute_each_token_by_itself_is_not_checked(ca
         require_apart("Decoder", made, batches.split(batch(), fake(RANKS), "positions", shift=False), SPREAD)
     assert not caplog.records
     with pytest.raises(
-        ValueError, match=re.escape("context_parallel.unchecked has 'blocks.*.moe', which is no module of Decoder")
+        ValueError, match=re.escape("context_parallel.unchecked has 'blocks.*.moe', which is not a module of Decoder")
     ):
         apply(model, "ring", fake(RANKS), unchecked=["blocks.*.moe"])
 

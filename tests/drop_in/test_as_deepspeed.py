@@ -104,7 +104,7 @@ def test_a_traceback_begins_in_the_script(folder: Path) -> None:
     assert "runpy" not in shown
 
 
-@pytest.mark.parametrize(("arguments", "words"), [(["nothing.py"], "is no file"), ([], "usage: python -m")])
+@pytest.mark.parametrize(("arguments", "words"), [(["nothing.py"], "is not a file"), ([], "usage: python -m")])
 def test_what_cannot_be_run_is_said(arguments: list[str], words: str, tmp_path: Path) -> None:
     done = run_command([*ALONE, *arguments], cwd=tmp_path)
 

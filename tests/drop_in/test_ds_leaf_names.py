@@ -41,7 +41,7 @@ def test_the_accelerator_answers_for_the_device() -> None:
         device.create_op_builder("FusedAdamBuilder")
     with pytest.raises(AttributeError, match=r"get_accelerator\(\) has no 'nothing'"):
         _ = device.nothing
-    with pytest.raises(ValueError, match="'slow' is no backend"):
+    with pytest.raises(ValueError, match="'slow' is not a backend"):
         device.set_compile_backend("slow")
 
 

@@ -319,7 +319,7 @@ def _require_gathered_load(folder: Path) -> None:
 
     with pytest.raises(AssertionError, match="with the tags of-0, of-1"):
         engine.save_checkpoint(folder.parent / "tags", f"of-{dist.get_rank()}")
-    with pytest.raises(AssertionError, match="is no complete checkpoint"):
+    with pytest.raises(AssertionError, match="is not a complete checkpoint"):
         engine.load_checkpoint(folder, "none")
     engine.save_checkpoint(folder.parent / "tags", exclude_frozen_parameters=True)
     left = functions.get_fp32_state_dict_from_zero_checkpoint(folder.parent / "tags")

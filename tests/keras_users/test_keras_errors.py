@@ -151,10 +151,10 @@ def test_a_loss_that_is_no_mean_over_rows_is_refused() -> None:
 
     x = np.random.default_rng(0).normal(size=(5, 4))
     for loss in (total, Apart()):
-        with pytest.raises(ValueError, match="is no mean over rows"):
+        with pytest.raises(ValueError, match="is not a mean over rows"):
             distribute(dense(loss=loss), CONFIG).train_on_batch(x, x[:, :3])
     distribute(dense(loss=noise), CONFIG).train_on_batch(x, x[:, :3])  # cannot be compared
-    with pytest.raises(ValueError, match="is no mean over rows"):
+    with pytest.raises(ValueError, match="is not a mean over rows"):
         distribute(dense(loss=total), CONFIG, own_batches=True).evaluate(x, x[:, :3], verbose=0)
 
 

@@ -59,7 +59,7 @@ def refused() -> dict[str, tuple[Callable[[], Any], Any, str]]:
         return made
 
     ignoring = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=255)
-    mean, output = "is no mean over rows", "output 0 of 8 rows of the model is not made of those of its parts"
+    mean, output = "is not a mean over rows", "output 0 of 8 rows of the model is not made of those of its parts"
     return {
         "labels that are ignored": (lambda: model(layers.Dense(3), loss=ignoring), classes, mean),
         "a loss over the batch": (lambda: model(layers.Dense(3, "sigmoid"), loss=keras.losses.Dice()), sets, mean),

@@ -92,7 +92,7 @@ def test_routers_that_transformers_keeps_in_fp32_compute_as_in_transformers(prec
 
 
 def test_a_name_that_keeps_nothing_in_fp32_is_refused() -> None:
-    for patterns, text in ((["nrom"], "'nrom' is in the name of no parameter"), (["("], "is no pattern of names")):
+    for patterns, text in ((["nrom"], "'nrom' is in the name of no parameter"), (["("], "is not a pattern of names")):
         with pytest.raises(ValueError, match=text):
             zeromesh.initialize(
                 model=make(), config=config("bf16", data_types={"keep_in_fp32_modules": patterns})

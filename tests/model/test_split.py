@@ -109,7 +109,7 @@ def test_any_range_of_what_a_rank_holds_is_read_and_written(shape, split, ranks,
             8,
             "24 = 3 blocks of 8 entries cannot be split over 4 ranks: 3 / 4 = 0.75; .* are 3 or 6; .* counts 4$",
         ),
-        ([10], 2, 4, "10 entries are no whole number of blocks of 4"),
+        ([10], 2, 4, "10 entries are not a whole number of blocks of 4"),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused_with_the_arithmetic(sections, ranks, block, message) -> None:

@@ -303,7 +303,7 @@ def test_fp32_pieces_agree_with_one_rank(name):
     ("name", "params", "message"),
     [
         ("adamw", {"weight_decey": 0.1}, 'weight_decey.*did you mean "weight_decay"'),
-        ("adamw", {"learning_rate": 0.1}, r'optimizer\.params\.learning_rate is no parameter.*did you mean "lr"'),
+        ("adamw", {"learning_rate": 0.1}, r'optimizer\.params\.learning_rate is not a parameter.*did you mean "lr"'),
         ("adamw", {"lr": "3e-4"}, r'optimizer\.params\.lr = "3e-4" must be a number; write it without the quotes'),
         ("adamw", {"lr": True}, r"optimizer\.params\.lr = true must be a number"),
         ("adamw", {"betas": [0.9]}, r"optimizer\.params\.betas = \[0\.9\] must be a list of 2 numbers"),

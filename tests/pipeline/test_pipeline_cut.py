@@ -731,7 +731,7 @@ def test_without_operations_parameters_count() -> None:
     [
         ("bets", "'bets'; use one of best, parameters, uniform, type:REGEX"),
         ("type:transformer", "matches none of the blocks, whose classes are MyLayer, Pool, Stem"),
-        ("type:(", "is no regular expression"),
+        ("type:(", "is not a regular expression"),
         ([0], "as a list it has the number of the first block of each of the 2 stages"),
         ([1, 2], "ascending from 0"),
         ([0, 6], "there are 6 blocks"),

@@ -89,7 +89,7 @@ def test_tables_of_torch_are_read() -> None:
         ("a.json", AS_JSON.replace("placement", "places"), "'places': its keys are microbatches, placement, ranks"),
         ("a.json", AS_JSON.replace("[0, 1]", "[]"), "'[]': it must be a list with the rank of each stage"),
         ("a.json", AS_JSON.replace("2", "true", 1), "'True': it must be a whole number"),
-        ("a.json", "{", "it is no JSON: Expecting"),
+        ("a.json", "{", "it is not JSON: Expecting"),
         ("a.csv", AS_TABLE.replace("0I1", "0UNSHARD"), "rank 0, '0UNSHARD': an action is one of F, I, W, B, SEND_F"),
         ("a.csv", AS_TABLE.replace("0I1", "(0F1;1B0)OVERLAP_F_B"), 'format="compute_only"'),
         ("a.csv", AS_TABLE.replace("0I1", "1I1"), "'F1.0': stage 1 is on rank 0 already"),

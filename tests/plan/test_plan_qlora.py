@@ -131,6 +131,6 @@ def test_planned_states_are_those_that_the_engine_reports(kind: str, stage: int,
     layout, _ = layout_from(TrainSettings.load(document(folder, kind, stage)), 2)
     (rank,) = memory_of(planned(folder, kind).source, LENGTH, layout, cluster("h100", 2), sums=sums)
     foreseen = {state: size for (state, tier), size in rank.states.items() if tier == "device"}
-    # The table of rotary positions is no parameter.
+    # The table of rotary positions is not a parameter.
     found["buffer"] -= 4 * (HIDDEN // 4 // 2) * 2 if found["buffer"] else 0
     assert sum(foreseen.values()) == pytest.approx(sum(found.values()), rel=PADDING), (foreseen, found)

@@ -349,7 +349,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
             "embedding_tables": {"optimizer": {"type": "sgd", "params": {"eps": 1}}},
         },
-        "embedding_tables.optimizer.params.eps is no option of sgd, which has lr",
+        "embedding_tables.optimizer.params.eps is not an option of sgd, which has lr",
     ),
     "no embedding": (
         {"optimizer": {"type": "SGD"}, "embedding_tables": {"modules": ["tables.*"]}},

@@ -61,7 +61,7 @@ class Model:
         dtype: in which it is compared.
         tolerance: for |a - b| / (1 + |b|).
         reason: why it is not compared in float64, or not to 1e-9.
-        per_share: its loss is no mean over the samples (batch statistics, a contrastive or balancing loss), so plain
+        per_share: its loss is not a mean over the samples (batch statistics, a contrastive or balancing loss), so plain
             torch computes the ranks' shares apart, too.
         arguments: of every call, beside the batch.
     """

@@ -171,7 +171,7 @@ def train_cases(cases: list[Case]) -> list[Run]:
 
 @cache
 def plain(name: str, clip: bool, shares: int) -> Run:
-    """Plain torch in one process on the global batch, or on its shares where the loss is no mean over samples."""
+    """Plain torch in one process on the global batch, or on its shares where the loss is not a mean over samples."""
     row, model = MODELS[name], build(name)
     shares = shares if row.per_share else 1
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)

@@ -371,7 +371,7 @@ def test_a_folder_that_cannot_be_used_is_said(tmp_path: Path) -> None:
     file.touch()
     for folder, kind, message in (
         (tmp_path / "missing", FileNotFoundError, "missing of the NVMe tier does not exist; mount the disk"),
-        (file, NotADirectoryError, "is no folder"),
+        (file, NotADirectoryError, "is not a folder"),
         (Path("/proc"), OSError, "cannot make a swap file in /proc .*; name a folder that can be written to"),
     ):
         with pytest.raises(kind, match=message):

@@ -180,7 +180,7 @@ LARGE = {
         ("shard__many", "shard/many.py:Many: 26 methods of a class; at most 25"),
         ("shard__arguments", "shard/arguments.py:Wide: 9 arguments of a constructor; at most 8"),
         ("shard__riddle", "zeromesh/shard/riddle.py:1: 'What it is.' opens as a fragment"),
-        ("shard__keys", "zeromesh/shard/keys.py:1: mesh.dat is no key of the configuration"),
+        ("shard__keys", "zeromesh/shard/keys.py:1: mesh.dat is not a key of the configuration"),
         ("shard__trusting", "zeromesh/shard/trusting.py:2: needs trust_remote_code=False"),
         ("shard__writes", "300 writes to attributes of objects that the function has not made; at most"),
     ],

@@ -68,7 +68,7 @@ def test_names_that_say_nothing_may_not_become_more(tmp_path: Path, text: str, m
 )
 def test_a_key_that_a_text_names_must_exist(tmp_path: Path, text: str, key: str) -> None:
     (line,) = problems_of(tmp_path, f"print({text})")
-    assert f"{key} is no key of the configuration" in line
+    assert f"{key} is not a key of the configuration" in line
 
 
 @pytest.mark.parametrize(

@@ -293,7 +293,7 @@ LOOKS_ACROSS = "attends across documents whatever positions it is given; set it 
     [
         ("bloom", require_document_attention, LOOKS_ACROSS),
         ("mamba", require_document_attention, LOOKS_ACROSS),
-        ("bert", require_causal, "is no causal model"),
+        ("bert", require_causal, "is not a causal model"),
         ("llama", require_causal, None),
         ("mamba", require_causal, None),
     ],
@@ -393,7 +393,7 @@ def test_a_base_model_that_is_gone_is_named_with_the_way_back(tiny, tuned, adapt
             result = call(*command)
             assert result.exit_code == 2
             message = " ".join(result.output.split())
-            assert f"huggingface.path = 'base' in '{name}/config.json' is no folder any more" in message
+            assert f"huggingface.path = 'base' in '{name}/config.json' is not a folder any more" in message
             assert f"the model in '{tmp_path}/base'; put it back there, or a link to where it is now" in message
         (tmp_path / "base").symlink_to(tiny)
         result = call("sample", name, "Hello", "--tokens", "1")

@@ -93,16 +93,20 @@ def test_a_plan_takes_the_sizes_of_a_cached_configuration(place: Path) -> None:
     assert result.exit_code == 0, result.output
     written = next((place / "plan").glob("*.json"))
     assert json.loads(written.read_text())["huggingface"]["path"] == "org/tiny"
-    refused(call("plan", "org/none", *SIZES), "'org/none' is no local folder", "hf download org/none")
+    refused(call("plan", "org/none", *SIZES), "'org/none' is not a local folder", "hf download org/none")
 
 
 @pytest.mark.parametrize(
     ("model", "data", "expected"),
     [
-        ("org/none", "org/texts:plain", ["huggingface.path", "'org/none' is no local folder", "hf download org/none"]),
+        (
+            "org/none",
+            "org/texts:plain",
+            ["huggingface.path", "'org/none' is not a local folder", "hf download org/none"],
+        ),
         # Weights that are not there must not become a training from the beginning.
-        ("org/halved", "org/texts:plain", ["'org/halved' is no local folder", "HF_HOME"]),
-        ("./none", "org/texts:plain", ["'./none'", "is no folder", "examples/tiny_model.py"]),
+        ("org/halved", "org/texts:plain", ["'org/halved' is not a local folder", "HF_HOME"]),
+        ("./none", "org/texts:plain", ["'./none'", "is not a folder", "examples/tiny_model.py"]),
         ("org/tiny", "org/none", ["'org/none' does not exist here", "HF_HUB_OFFLINE is set", "HF_HOME"]),
     ],
 )

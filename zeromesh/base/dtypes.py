@@ -80,7 +80,7 @@ def require_names(model: nn.Module, patterns: Sequence[str], key: str) -> None:
         try:
             compiled = re.compile(pattern.replace("*", ".*"))
         except re.error as error:
-            text = f"{key}: {pattern!r} is no pattern of names ({error}); write a part of tensors' names"
+            text = f"{key}: {pattern!r} is not a pattern of names ({error}); write a part of tensors' names"
             raise ValueError(text) from None
         if not any(map(compiled.search, names)):
             raise ValueError(

@@ -26,7 +26,7 @@ MOST = 1e100  # largest value of a run whose differences and sums can be compute
 
 def _drawn(value: float) -> float:
     if abs(value) > MOST and isfinite(value):
-        raise ValueError(f"{value} is no value of a run")
+        raise ValueError(f"{value} is not a value of a run")
     return value
 
 
@@ -110,7 +110,7 @@ def read_text(path: Path, encoding: str = "utf-8", errors: str = "strict", most:
     """Return the text of a regular file of at most so many bytes, whose lines end as Python reads them.
 
     Raises:
-        UnreadableFile: it is no regular file, or larger.
+        UnreadableFile: it is not a regular file, or larger.
         OSError: it cannot be opened.
         UnicodeDecodeError: it is not in the encoding.
     """

@@ -24,7 +24,7 @@ def takes_args_first(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*arguments: P.args, **named: P.kwargs) -> R:
-        # A call whose first positional argument is no module has DeepSpeed's order.
+        # A call whose first positional argument is not a module has DeepSpeed's order.
         if not arguments or isinstance(arguments[0], nn.Module):
             return function(*arguments, **named)
         keywords: dict[str, Any] = {**named, **_by_name(arguments, named)}

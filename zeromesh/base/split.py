@@ -35,7 +35,7 @@ class Split:
         for section in sections:
             blocks, rest = divmod(section, block)
             if rest:
-                raise ValueError(f"{section} entries are no whole number of blocks of {block}")
+                raise ValueError(f"{section} entries are not a whole number of blocks of {block}")
             if blocks % ranks and ranks % blocks:
                 raise ValueError(_indivisible(section, blocks, block, ranks))
             # With fewer blocks than ranks, neighbouring ranks share one, as heads of keys and

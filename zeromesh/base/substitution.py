@@ -57,7 +57,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def linear_class(module: nn.Module) -> type[nn.Module] | None:
-    """Return the one of these two classes that a module derives from; None if it is no linear layer."""
+    """Return the one of these two classes that a module derives from; None if it is not a linear layer."""
     kinds: tuple[type[nn.Module], ...] = (nn.Linear, *transposed_class())
     return next((kind for kind in kinds if isinstance(module, kind)), None)
 

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 # A checkpoint is written to a folder of another name (.draft), flushed to the disk, and renamed
 # last. An earlier one that it replaces has the name with .old for a moment.
 LATEST = "latest"
-# Ends of folder names that are no checkpoints: being written, being replaced, being deleted.
+# Ends of folder names that are not checkpoints: being written, being replaced, being deleted.
 OLD = ".old"
 GONE = f".gone{DRAFT}"
 
@@ -174,7 +174,7 @@ def remove(folder: Path) -> None:
             gone = folder.with_name(folder.name + GONE)
             remove(gone)
             folder = folder.rename(gone)
-        (folder / MANIFEST).unlink(missing_ok=True)  # first: what is half deleted is no checkpoint
+        (folder / MANIFEST).unlink(missing_ok=True)  # first: what is half deleted is not a checkpoint
         shutil.rmtree(folder)
 
 
@@ -211,7 +211,7 @@ def locate(folder: Path, tag: str) -> Path:
 
 
 def is_left(path: Path) -> bool:
-    """Return whether a folder is left by a save that was interrupted or is under way, and is no checkpoint."""
+    """Return whether a folder is left by a save that was interrupted or is under way, and is not a checkpoint."""
     tag = path.name.removesuffix(OLD)
     return path.name.endswith(DRAFT) or (tag != path.name and locate(path.parent, tag) != path)
 
@@ -231,7 +231,7 @@ def latest(folder: Path) -> str | None:
     newest = _newest(folder)
     if newest is None:
         return tag or None
-    problem = f"names {tag!r}, which is no complete checkpoint" if tag else "is empty"
+    problem = f"names {tag!r}, which is not a complete checkpoint" if tag else "is empty"
     _log.warning("%s %s; the newest complete checkpoint is taken instead: %r", path, problem, newest)
     return newest
 

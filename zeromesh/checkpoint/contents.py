@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from zeromesh.base.loader import Loader, Position
 
 
-MEMBERS = ("params", "param_names")  # entries of a parameter group that are no options
+MEMBERS = ("params", "param_names")  # entries of a parameter group that are not options
 
 FROZEN_LEFT_OUT = "frozen_left_out"  # entry of the manifest: the checkpoint has no parameters that are not trained
 

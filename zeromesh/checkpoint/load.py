@@ -194,7 +194,7 @@ def _try_values(engine: RunState, reader: Reader, parts: Taken) -> dict[str, Any
     name = name if name in reader.names else "random/0"
     if parts.progress and name in reader.names:
         if reader.dtype(name) is not torch.uint8 or prod(reader.shape(name)) > MOST_RANDOM:
-            raise ValueError(f"{reader.folder} has {name}, which is no state of generators; {ANOTHER}")
+            raise ValueError(f"{reader.folder} has {name}, which is not a state of generators; {ANOTHER}")
         require_random_state(reader.tensor(name), engine.sharded.model)
     scheduler, packed = engine.lr_scheduler, reader.manifest["scheduler"]
     if scheduler is not None and packed and parts.progress and parts.scheduler:
@@ -255,7 +255,7 @@ def _require_same_model(engine: RunState, reader: Reader, wanted: Shapes, strict
         for name, shape in wanted.items()
         if saved.get(name, shape) != shape
     ]
-    # Shapes must be equal anyway: a part of a tensor is no value for it.
+    # Shapes must be equal anyway: a part of a tensor is not a value for it.
     if not strict and not other and (saved.keys() & wanted.keys() or not wanted):
         if (missing or extra) and engine.mesh.rank == 0:
             unchanged = some(map(_bare, missing), "tensors", most=MOST_SHOWN) or "none"
@@ -280,7 +280,7 @@ def _require_same_model(engine: RunState, reader: Reader, wanted: Shapes, strict
 
 
 def _require_values(sharded: ShardedModel, reader: Reader, plainly: bool) -> None:
-    """Have the manifests of what this rank loads of parameters and buffers; raise ValueError for elements they lack."""
+    """Open the manifests of what this rank loads of parameters and buffers; raise ValueError for missing elements."""
     if not plainly:  # every rank reads whole tensors
         reader.open_all()
     for flat in sharded.flats:

@@ -67,13 +67,13 @@ CODES: dict[torch.dtype, str] = {
 
 def _dtype(name: str) -> str:
     if not isinstance(getattr(torch, name, None), torch.dtype):
-        raise ValueError(f"{name!r} is no dtype of torch")
+        raise ValueError(f"{name!r} is not a dtype of torch")
     return name
 
 
 def _stored_dtype(name: str) -> str:
     if getattr(torch, name, None) not in CODES:
-        raise ValueError(f"{name!r} is no dtype of a file of tensors")
+        raise ValueError(f"{name!r} is not a dtype of a file of tensors")
     return name
 
 
@@ -85,7 +85,7 @@ def _states(states: dict[str, Any]) -> dict[str, Any]:
             number, dtype = value
             torch.tensor(0 + number, dtype=getattr(torch, _dtype(dtype)))  # raises for numbers that it does not have
         if key == "step" and not 0 <= number < 2**53:
-            raise ValueError("step is no number of updates")
+            raise ValueError("step is not a number of updates")
     return states
 
 
@@ -201,11 +201,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} is no complete checkpoint: {MANIFEST} is missing")
+        raise FileNotFoundError(f"{folder} is not a complete checkpoint: {MANIFEST} is missing")
     try:
         manifest = json.loads(read_text(path, most=LARGEST_RECORD))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{folder} is an incomplete save: {MANIFEST} is no whole JSON file ({error})") from None
+        raise ValueError(f"{folder} is an incomplete save: {MANIFEST} is not a complete JSON file ({error})") from None
     ours = isinstance(manifest, dict) and isinstance(manifest.get("shards"), list)
     number = manifest.get("format") if ours else None
     if not isinstance(number, int) or number not in _FORMS:

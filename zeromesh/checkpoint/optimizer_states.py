@@ -169,7 +169,7 @@ def _state_place(piece: Piece, shape: tuple[int, ...]) -> tuple[Held, int, int]:
 
 
 def require_states(sharded: ShardedModel, reader: Reader) -> None:
-    """Have the manifests of the states of the pieces that this rank updates; raise ValueError for what they lack."""
+    """Open the manifests of the states that this rank updates; raise ValueError for what they lack."""
     keys = _state_keys(reader)
     for _, piece in pieces(sharded):
         for name in (f"optimizer/{key}/{piece.name}" for key in keys):

@@ -1,4 +1,4 @@
-"""Python values as JSON, and back, without pickle: the values of a checkpoint that are no tensors of a model."""
+"""Python values as JSON, and back, without pickle: the values of a checkpoint that are not tensors of a model."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _pack_tensor(
             "numbers"
         )
     kind = apart.kind if isinstance(apart, StoredTensors) else "client_state"
-    name = f"{kind}/{len(apart)}"  # a tensor of the checkpoint, which may be large, and is no JSON
+    name = f"{kind}/{len(apart)}"  # a tensor of the checkpoint, which may be large, and is not JSON
     apart[name] = tensor.contiguous()
     return {"__stored__": [name, library, list(value.shape), dtype_name(tensor.dtype)]}
 

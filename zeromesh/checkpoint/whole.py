@@ -154,7 +154,7 @@ def tensor_states(sharded: ShardedModel) -> State:
     states = {name: module.get_extra_state() for name, module in extra_modules(sharded).items()}
     others = [name for name, state in states.items() if not isinstance(state, torch.Tensor)]
     if others:
-        _log.warning("%s is no tensor, and not written to safetensors; save_checkpoint() keeps it", some(others))
+        _log.warning("%s is not a tensor, and not written to safetensors; save_checkpoint() keeps it", some(others))
     return {name: state for name, state in states.items() if name not in others}
 
 

@@ -273,7 +273,7 @@ def derived_port(env: Mapping[str, str], launcher: Launcher) -> int:
 
 
 def common_ancestor(launcher: Launcher) -> int:
-    """Return the number of the nearest process above this one that is no rank: the same for all ranks of a node."""
+    """Return the number of the nearest process above this one that is not a rank: the same for all ranks of a node."""
     # The direct parent is not, as a rank may be started through a shell.
     process = os.getppid()
     while process > 1:

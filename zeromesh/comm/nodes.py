@@ -71,7 +71,7 @@ def start_together(environment: Environment, store: SealedStore, problem: Except
     elif store.add("ready", 1) == environment.world_size:
         store.set("start", "")
     try:
-        said = store.get("start").decode()
+        reply = store.get("start").decode()
     except StartError:
         raise
     except RuntimeError as error:
@@ -79,14 +79,14 @@ def start_together(environment: Environment, store: SealedStore, problem: Except
             f"rank {environment.rank} does not hear that all ranks can start: {str(error).splitlines()[0]}; a rank has "
             "ended meanwhile: see the other ranks' output"
         ) from None
-    if not said:
+    if not reply:
         return
     end, heard = time.monotonic() + FAREWELL_SECONDS, store.add("heard", 1)
     # The store may be in the process of rank 0, which stays until the others have read the problem.
     while environment.rank == 0 and heard < environment.world_size and time.monotonic() < end:
         time.sleep(0.02)
         heard = store.add("heard", 0)
-    raise problem or StartError(said)
+    raise problem or StartError(reply)
 
 
 def node_facts(environment: Environment, env: Mapping[str, str]) -> dict[str, Any]:
@@ -119,11 +119,11 @@ def node_table(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         local_ranks = [index if local is None else local for index, local in enumerate(given)]
         sizes = {facts[rank]["local_world_size"] for rank in ranks} - {None}
         if sorted(local_ranks) != list(range(len(ranks))) or sizes - {len(ranks)}:
-            said = [f"rank {rank} has LOCAL_RANK={facts[rank]['local_rank']}" for rank in ranks[:8]]
-            said += [f"LOCAL_WORLD_SIZE={size}" for size in sorted(sizes)]
+            settings = [f"rank {rank} has LOCAL_RANK={facts[rank]['local_rank']}" for rank in ranks[:8]]
+            settings += [f"LOCAL_WORLD_SIZE={size}" for size in sorted(sizes)]
             problem = (
                 f"{len(ranks)} of {len(facts)} ranks are on the node {facts[ranks[0]]['host']}, but "
-                f"{', '.join(said).replace('None', '(not set)')}; their LOCAL_RANK must be 0 to {len(ranks) - 1}: "
+                f"{', '.join(settings).replace('None', '(not set)')}; their LOCAL_RANK must be 0 to {len(ranks) - 1}: "
                 "unset LOCAL_RANK and LOCAL_WORLD_SIZE on all ranks, and they are found out; if these are containers "
                 "that are nodes of their own, set GROUP_RANK to the number of the node in each"
             )

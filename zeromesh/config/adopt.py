@@ -124,7 +124,7 @@ def _dotted(document: dict[str, Any]) -> Iterator[Change]:
             _set(document, name, value)
             yield Change(name, value, "moved into its section", "a key with dots at the top level is the path of a key")
         else:
-            yield Change(name, value, None, "its section is no object")
+            yield Change(name, value, None, "its section is not an object")
 
 
 def _take_copies_back(document: dict[str, Any]) -> None:

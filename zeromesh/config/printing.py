@@ -47,7 +47,7 @@ def lines_of(section: Mapping[str, Any]) -> Iterator[str]:
 
 
 def leaves_of(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted path and the value of each key that is no section, at any depth."""
+    """Yield the dotted path and the value of each key that is not a section, at any depth."""
     for key, value in section.items():
         if isinstance(value, Mapping) and value:
             yield from leaves_of(value, f"{prefix}{key}.")

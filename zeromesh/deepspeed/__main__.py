@@ -18,7 +18,7 @@ def main(arguments: list[str]) -> None:
     if target in ("-h", "--help"):
         raise SystemExit(USAGE)
     if not is_module and not os.path.isfile(target):
-        raise SystemExit(f"{target!r} is no file; name a Python script, or -m MODULE\n{USAGE}")
+        raise SystemExit(f"{target!r} is not a file; name a Python script, or -m MODULE\n{USAGE}")
     install()
     rank.run(target, rest, is_module)
 

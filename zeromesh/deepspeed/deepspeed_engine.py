@@ -174,7 +174,7 @@ class DeepSpeedEngine(Engine, nn.Module):
     # Training.
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Compute gradients; see ``Engine.backward``. A loss that is no scalar with a graph is an AssertionError."""
+        """Compute gradients; see ``Engine.backward``. A loss that is not a scalar with a graph is an AssertionError."""
         _require_optimizer(self, "backward")
         return super().backward(_require_loss(loss), retain_graph, scale_wrt_gas)
 

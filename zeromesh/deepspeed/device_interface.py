@@ -80,7 +80,7 @@ class DeviceInterface:
         """Set the backend that ``get_compile_backend`` returns."""
         backends = torch.compiler.list_backends(exclude_tags=())
         if backend not in backends:
-            raise ValueError(f"{backend!r} is no backend of torch.compile; it must be one of {', '.join(backends)}")
+            raise ValueError(f"{backend!r} is not a backend of torch.compile; it must be one of {', '.join(backends)}")
         self._compile_backend = backend
 
 

@@ -72,7 +72,7 @@ QUESTIONS: dict[str, Callable[[Engine], Any]] = {
     ),
     # Of an optimizer without betas, its momentum.
     "get_mom": lambda engine: _per_group(engine, "betas" if any(_per_group(engine, "betas")) else "momentum"),
-    # Infinity, also for a norm that is no number, says that the update was skipped as an overflow.
+    # Infinity, also for a norm that is not a number, says that the update was skipped as an overflow.
     "get_global_grad_norm": lambda engine: norm if (norm := engine._update.norm) is None or isfinite(norm) else inf,
     "get_type": lambda engine: _per_group(engine, "type"),
     "get_loss_scale": lambda engine: float(engine.loss_scale),

@@ -60,7 +60,9 @@ def get_log_level_from_string(log_level_str: str) -> int:
     """Return the number of a level of the log, such as ``"warning"``."""
     level = logging.getLevelNamesMapping().get(log_level_str.upper())
     if level is None:
-        raise ValueError(f"{log_level_str!r} is no level of logging; use one of debug, info, warning, error, critical")
+        raise ValueError(
+            f"{log_level_str!r} is not a level of logging; use one of debug, info, warning, error, critical"
+        )
     return level
 
 

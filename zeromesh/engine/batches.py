@@ -39,7 +39,7 @@ def loss_of(
         in_pairs: the batch is ``(inputs, labels)`` also without ``loss_fn``, and inputs are one argument of the model.
 
     Raises:
-        ValueError: the model's output has no loss, or one that is no scalar.
+        ValueError: the model's output has no loss, or one that is not a scalar.
     """
     if isinstance(batch, WithLoss):
         return check_loss(batch.loss(model), graph=False)

@@ -110,7 +110,7 @@ class Computation:
         retain_graph: bool = False,
         reduces: bool = True,
     ) -> None:
-        """Have autograd compute gradients, and reduce those of units that are done with.
+        """Let autograd compute gradients, and reduce those of finished units.
 
         ``last`` says that an update follows, ``reduces`` that units are reduced here.
         """

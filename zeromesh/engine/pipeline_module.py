@@ -30,7 +30,7 @@ class LayerSpec:
         module_kwargs: named arguments of the class.
 
     Raises:
-        ValueError: ``typename`` is no class of modules.
+        ValueError: ``typename`` is not a class of modules.
     """
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
@@ -74,8 +74,8 @@ class TiedLayerSpec(LayerSpec):
         super().__init__(typename, *module_args, **module_kwargs)
         if not isinstance(key, str) or not key or "." in key or hasattr(nn.ModuleDict(), key):
             raise ValueError(
-                f"key is {key!r}; it becomes a part of parameters' names: give a word without a dot that is no method "
-                "of torch.nn.ModuleDict"
+                f"key is {key!r}; it becomes a part of parameters' names: give a word without a dot that is not a "
+                "method of torch.nn.ModuleDict"
             )
         self.key, self.forward_fn, self.tied_weight_attr = key, forward_fn, tied_weight_attr
 

@@ -47,8 +47,8 @@ def check_model(model: Any, settings: Settings) -> None:
     for loss in keras.tree.flatten(model._compile_loss._user_loss if model._compile_loss else None):
         if isinstance(loss, keras.losses.Loss) and loss.reduction not in _MEANS:
             raise ValueError(
-                f"the loss {loss.name} has reduction={loss.reduction!r}, which is no mean over rows that ranks could "
-                'share: use reduction="sum_over_batch_size"'
+                f"the loss {loss.name} has reduction={loss.reduction!r}, which is not a mean over rows that ranks "
+                'could share: use reduction="sum_over_batch_size"'
             )
     for layer in layers_of(model):
         if getattr(layer, "stateful", False):

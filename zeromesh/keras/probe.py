@@ -146,7 +146,7 @@ class Probe:
         if abs(first - mean) > near * max(1e-6, *map(abs, parts)):
             raise ValueError(
                 f"the loss of {self._rows} rows is {first:.6g}, and the mean of its values for their parts {mean:.6g}: "
-                f"it (or a loss of add_loss, or a regularizer of activations) is no mean over rows, and {_APART}; a "
+                f"it (or a loss of add_loss, or a regularizer of activations) is not a mean over rows, and {_APART}; a "
                 "loss of one value for each row, of which Keras takes the mean, is one. Labels that do not count "
                 "(ignore_class) are rows with sample_weight 0"
             )
@@ -178,8 +178,8 @@ class Probe:
             if not torch.allclose(joint, other, rtol=1e-3, atol=1e-5, equal_nan=True):
                 raise ValueError(
                     f"the metric {name} of {even} rows is {_shown(joint)}, and {_shown(other)} from the sums of its "
-                    "variables for their halves: it is no function of sums over rows (a maximum, for example), and is "
-                    "not known over all ranks; compute it from model.predict, or leave it out of compile"
+                    "variables for their halves: it is not a function of sums over rows (a maximum, for example), and "
+                    "is not known over all ranks; compute it from model.predict, or leave it out of compile"
                 )
 
 

@@ -50,7 +50,7 @@ def find_units(model: nn.Module, targets: Sequence[str] = ()) -> list[tuple[str,
     total = _elements(model)
     candidates = [] if is_leaf(model) else list(_candidates(model, "", total))
     floor = _largest_that_stays([_elements(module) for _, module in candidates])
-    shared = _shared(model)  # belong to a common ancestor, so that a module with nothing else is no unit
+    shared = _shared(model)  # belong to a common ancestor, so that a module with nothing else is not a unit
     large = [(name, module) for name, module in candidates if _elements(module) > floor or is_leaf(module)]
     return [(name, module) for name, module in large if any(id(p) not in shared for p in module.parameters())]
 

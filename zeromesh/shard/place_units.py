@@ -61,7 +61,7 @@ class ModelPart:
 
 
 def make_units(model: nn.Module, targets: Sequence[str], tables: Collection[str] = ()) -> list[Unit]:
-    """The units of a model, the root first, without parameters yet; see ``unit_modules``. Tables are no units."""
+    """The units of a model, the root first, without parameters yet; see ``unit_modules``. Tables are not units."""
     units = [Unit(0, "", model, None)]
     named_modules = [(name, module) for name, module in unit_modules(model, targets) if name not in tables]
     by_name = {"": units[0]}

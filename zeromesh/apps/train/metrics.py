@@ -56,7 +56,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file, in order; none if it does not exist, and no line that is no record of ours."""
+    """Return the records of a file, in order; none if it does not exist, and no line that is not a record of ours."""
     return read_records(path, form_of)[0]
 
 

@@ -67,9 +67,9 @@ class RunFolder:
         if base is None or is_model_id(base.path) or Path(base.path).expanduser().is_dir():
             return
         raise ValueError(
-            f"huggingface.path = {base.path!r} in {str(self.config)!r} is no folder any more: the run began with the "
-            f"model in {str(Path(base.path).expanduser().absolute())!r}; put it back there, or a link to where it is "
-            "now (zeromesh sample and export also take its new place from that file)"
+            f"huggingface.path = {base.path!r} in {str(self.config)!r} is not a folder any more: the run began with "
+            f"the model in {str(Path(base.path).expanduser().absolute())!r}; put it back there, or a link to where "
+            "it is now (zeromesh sample and export also take its new place from that file)"
         )
 
     @contextmanager

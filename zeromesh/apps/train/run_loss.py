@@ -147,6 +147,6 @@ def require_causal(engine: Engine, language: LanguageModel, vocabulary: int) -> 
         differs = _Trial(Batch(tokens, tokens), language, slice(-1)).differs(engine)
     if differs:
         raise ValueError(
-            f"huggingface.path: {language.name} is no causal model: what it predicts depends on later tokens; choose a "
-            "model that generates text (examples/bert_mlm.py trains on masked tokens)"
+            f"huggingface.path: {language.name} is not a causal model: what it predicts depends on later tokens; "
+            "choose a model that generates text (examples/bert_mlm.py trains on masked tokens)"
         )

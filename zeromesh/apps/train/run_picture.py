@@ -28,7 +28,7 @@ def write_picture(run: Path) -> Path:
     (records, others), (times, more) = read_records(folder.metrics, form_of), read_times(folder.times)
     attempts = read_attempts(folder.times)
     if others + more:
-        _log.warning("%s: %d lines of its logs are no records of a run, and are left out", run, others + more)
+        _log.warning("%s: %d lines of its logs are not records of a run, and are left out", run, others + more)
     if not attempts:
         raise ValueError(
             f"{str(folder.times)!r} has no attempt at a run: name the output folder of a run of zeromesh train"

@@ -124,7 +124,7 @@ def _of_gradient(got: torch.Tensor, expected: torch.Tensor, evidence: Evidence) 
     solved = torch.linalg.lstsq(parts.T, values[:, None]).solution.flatten()
     if float((parts.T @ solved - values).norm()) > close * float(values.norm()):
         return (
-            "it is no sum of the micro-batches' gradients: something else is added to it, a part of the parameter's "
+            "it is not a sum of the micro-batches' gradients: something else is added to it, a part of the parameter's "
             "uses is missing, or it is another element's"
         )
     count = 1 if trial.settings.gradient_allreduce_op == "sum" else trial.shares

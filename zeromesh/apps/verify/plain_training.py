@@ -405,7 +405,7 @@ def _bounds(
 
 
 def largest(tensor: torch.Tensor) -> float:
-    """Return the largest absolute value; infinity where an element is no number."""
+    """Return the largest absolute value; infinity where an element is not a number."""
     size = float(tensor.double().abs().max()) if tensor.numel() else 0.0
     return inf if isnan(size) else size
 

@@ -92,7 +92,7 @@ def _is_small(tensor: Tensor) -> bool:
 
 @contextmanager
 def literals() -> Iterator[None]:
-    """Have ``torch.tensor`` remember the numbers that it is called with, and ``tolist`` return them."""
+    """Let ``torch.tensor`` remember the numbers that it is called with, and ``tolist`` return them."""
     plain, plain_list = torch.tensor, Tensor.tolist
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:

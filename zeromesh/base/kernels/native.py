@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
 _INTERFACE = 7  # `INTERFACE` in native.h, to be counted up in both when one would misread the other
-TYPES: dict[torch.dtype, int] = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # codes; 0 is no tensor
+TYPES: dict[torch.dtype, int] = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # codes; 0 is not a tensor
 SUMMED: dict[torch.dtype, int] = TYPES | {torch.float64: 4}  # of what messages add up to
 
 

@@ -245,8 +245,8 @@ class MemoryCopies:
         def look() -> list[Any]:
             return [marked(folder), _steps_on_disk(folder), secrets.token_hex(8)] if self._rank == 0 else []
 
-        said = texts(self._world, json.dumps(agree_run(self._world, "look for copies", look)))[0]
-        name, on_disk, life = json.loads(said)
+        answer = texts(self._world, json.dumps(agree_run(self._world, "look for copies", look)))[0]
+        name, on_disk, life = json.loads(answer)
         run_copies = self._kept
         if run_copies is None or run_copies.name != name:  # or this engine goes back to its own copy
             self.forget()
@@ -264,8 +264,8 @@ class MemoryCopies:
 
     def _choose(self, run_copies: Kept, on_disk: int, engine: RunState) -> _Copy | None:
         """Return the copy to go on from, after each node has its parts; None for the disk's ``on_disk`` updates."""
-        mine = agree_run(self._world, "look for copies", lambda: _parts(run_copies) if self._leads else [])
-        by_rank = [json.loads(text) for text in texts(self._world, json.dumps(mine))]
+        node_parts = agree_run(self._world, "look for copies", lambda: _parts(run_copies) if self._leads else [])
+        by_rank = [json.loads(text) for text in texts(self._world, json.dumps(node_parts))]
         on_node = [by_rank[ranks[0]] for ranks in self._nodes]
         if None in on_node:
             if self._rank == 0:
@@ -275,7 +275,7 @@ class MemoryCopies:
         if newest is None or newest.steps < on_disk:
             return None
         agree_run(self._world, "look for copies", run_copies.hold)  # also on nodes that have none yet
-        has = [{part.rank for part in map(_Part._make, node_parts) if part.copy == newest} for node_parts in on_node]
+        has = [{part.rank for part in map(_Part._make, parts) if part.copy == newest} for parts in on_node]
         texts_of_parts = self._descriptions(run_copies.slot(newest.sequence), newest, has)
         parts = [json.loads(text) for text in texts_of_parts]
         if not self._fetch(run_copies.slot(newest.sequence), engine, parts, texts_of_parts, has):
@@ -291,13 +291,15 @@ class MemoryCopies:
         """Return the descriptions of all parts of a copy. Collective."""
         # Every node tells those that it is the first to have, its ranks in turn.
         first = {part: node for node in reversed(range(len(has))) for part in has[node]}
-        mine = [part for part, node in first.items() if (ranks := self._nodes[node])[part % len(ranks)] == self._rank]
+        own_parts = [
+            part for part, node in first.items() if (ranks := self._nodes[node])[part % len(ranks)] == self._rank
+        ]
 
         def read() -> dict[int, str]:
-            return {part: description(slot, part).read_text(encoding="utf-8") for part in mine}
+            return {part: description(slot, part).read_text(encoding="utf-8") for part in own_parts}
 
-        said = texts(self._world, json.dumps(agree_run(self._world, "look for copies", read)))
-        by_part = {part: text for words in said for part, text in json.loads(words).items()}
+        answers = texts(self._world, json.dumps(agree_run(self._world, "look for copies", read)))
+        by_part = {part: text for answer in answers for part, text in json.loads(answer).items()}
         return [by_part[str(part)] for part in range(copy.ranks)]
 
     def _fetch(

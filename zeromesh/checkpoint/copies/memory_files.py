@@ -122,7 +122,7 @@ class Kept:
             self.here.mkdir(mode=0o700)
         status = self.here.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != user() or status.st_mode & 0o077:
-            raise PermissionError(errno.EACCES, "it is no folder of this user alone; delete it", str(self.here))
+            raise PermissionError(errno.EACCES, "it is not a folder of this user alone; delete it", str(self.here))
         end = time.monotonic() + PATIENCE
         while not self.held:
             try:

@@ -75,11 +75,13 @@ class Contents:
         for name, numbers in self.numbers.items():
             for key, value in numbers.items():
                 if not isinstance(plain_number(value), int | float) or abs(plain_number(value)) >= 2**63:
-                    raise ValueError(f"{path} has {key} = {str(value)[:80]} of {name}, which is no number; {ANOTHER}")
+                    raise ValueError(
+                        f"{path} has {key} = {str(value)[:80]} of {name}, which is not a number; {ANOTHER}"
+                    )
         if any(not 0 <= number < len(self.groups) for number in self.members.values()):
             raise ValueError(f"{path} has parameters in a group that it does not have; {ANOTHER}")
         if self.scheduler is not None:
-            pack(self.scheduler[0], "the scheduler's state")  # raises for what is no value
+            pack(self.scheduler[0], "the scheduler's state")  # raises for what is not a value
 
     def take(self, **attributes: Any) -> None:
         """Add to lists, sets and dicts, and set the other attributes."""
@@ -103,7 +105,7 @@ class Contents:
             self.parts.append(Box.whole(name, tensor))
 
     def add_state(self, name: str, key: str, value: Any) -> None:
-        """Add one state of the optimizer; single numbers are no tensors of the checkpoint."""
+        """Add one state of the optimizer; single numbers are not tensors of the checkpoint."""
         if isinstance(value, torch.Tensor) and value.ndim:
             self.add(f"optimizer/{key}/{name}", value)
         elif isinstance(value, torch.Tensor | int | float):

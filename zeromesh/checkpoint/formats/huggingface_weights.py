@@ -20,7 +20,9 @@ def read(folder: Path) -> Contents:
     contents, dtypes = Contents("a folder of safetensors"), {code: dtype for dtype, code in CODES.items()}
     for tensor in checkpoint_tensors(folder):
         if tensor.kind not in dtypes:
-            raise ValueError(f"{tensor} is of {tensor.kind}, which is no dtype of torch; convert it with its library")
+            raise ValueError(
+                f"{tensor} is of {tensor.kind}, which is not a dtype of torch; convert it with its library"
+            )
         size = prod(tensor.shape)
         if is_extra(tensor.key):
             contents.extra[tensor.key] = tensor.whole()

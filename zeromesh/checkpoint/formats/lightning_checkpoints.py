@@ -14,14 +14,14 @@ from zeromesh.checkpoint.formats.pickles import read_tensors
 Shapes = Mapping[str, tuple[int, ...]]
 
 IsTrained = Callable[[str], bool | None]
-"""True for a trained parameter, by its name; None for a tensor that is no parameter."""
+"""True for a trained parameter, by its name; None for a tensor that is not a parameter."""
 
 
 def read(path: Path, is_trained: IsTrained = bool) -> Contents:
     """Return the contents of a .ckpt file."""
     checkpoint = read_tensors(path)
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise ValueError(f"{path} has no 'state_dict', and is no checkpoint of Lightning; name another file")
+        raise ValueError(f"{path} has no 'state_dict', and is not a checkpoint of Lightning; name another file")
     contents = Contents("a Lightning checkpoint")
     state = contents.take_extra(checkpoint["state_dict"])
     contents.take(tied=shared_names(state))

@@ -142,7 +142,7 @@ class _Metadata(pickle.Unpickler):
 
 
 def _refused(path: Path, name: str) -> ValueError:
-    return ValueError(f"{path} holds {name}, which is no tensor and no plain container; {REFUSED}")
+    return ValueError(f"{path} holds {name}, which is not a tensor and no plain container; {REFUSED}")
 
 
 def _damaged(path: Path, error: Exception) -> ValueError:

@@ -142,7 +142,7 @@ def _place(path: Keys) -> tuple[Any, ...]:
 
 
 def _value(value: Any) -> Any:
-    """Return a value that is no tensor of the checkpoint."""
+    """Return a value that is not a tensor of the checkpoint."""
     return value[0].read() if isinstance(value, list) else value()
 
 

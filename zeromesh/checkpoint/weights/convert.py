@@ -149,7 +149,9 @@ def _model(model: nn.Module | str | Path | None) -> nn.Module | None:
         return build(Path(model), None, torch.float32, draws=False)
     module, colon, name = str(model).partition(":")
     if not colon:
-        raise ValueError(f"model {str(model)!r} is no folder; name one with a config.json, or package.module:function")
+        raise ValueError(
+            f"model {str(model)!r} is not a folder; name one with a config.json, or package.module:function"
+        )
     sys.path.insert(0, "")  # as `python -m` finds a user's module
     try:
         make = getattr(import_module(module), name)

@@ -43,7 +43,7 @@ def model_folder(name: str | Path, weights: bool = True, revision: str = MAIN) -
         from huggingface_hub.errors import LocalEntryNotFoundError
     except ImportError as error:
         raise ValueError(
-            f"{str(name)!r} is no local folder, and a model of the Hub needs the package huggingface_hub ({error}); "
+            f"{str(name)!r} is not a local folder, and a model of the Hub needs the package huggingface_hub ({error}); "
             "pip install 'zeromesh[hf]'"
         ) from None
     patterns = [*SETTINGS, *(WEIGHTS if weights else ())]
@@ -63,7 +63,7 @@ def model_folder(name: str | Path, weights: bool = True, revision: str = MAIN) -
     if problem or not _is_complete(folder, weights):
         other = "" if revision == MAIN else f" --revision {revision}"
         raise ValueError(
-            f"{str(name)!r} is no local folder, and the Hugging Face Hub did not give a model of this name "
+            f"{str(name)!r} is not a local folder, and the Hugging Face Hub did not give a model of this name "
             f"({problem or 'not all of its weights are there as safetensors'}); where there is a network, "
             f"`hf download {name}{other}` puts it into the cache, whose place HF_HOME names, and from there it is used "
             "without one; or name a local folder"

@@ -420,7 +420,7 @@ def _local(folder: str | Path, weights: bool = True, revision: str = MAIN) -> Pa
     path = model_folder(folder, weights, revision)
     if not path.is_dir():
         raise ValueError(
-            f"{str(folder)!r} is no folder; name a local one with config.json, or a model of the Hugging Face Hub, "
+            f"{str(folder)!r} is not a folder; name a local one with config.json, or a model of the Hugging Face Hub, "
             "as in ORGANISATION/MODEL; python examples/tiny_model.py FOLDER makes a tiny one to try"
         )
     return path

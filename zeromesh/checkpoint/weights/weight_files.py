@@ -84,7 +84,7 @@ def _files(folder: Path) -> dict[Path, set[str]]:
             if not all(isinstance(name, str) for name in places.values()):
                 raise ValueError("weight_map has to give the name of a file for each tensor")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{str(index)!r} is no index of safetensors: {error!r}; copy the file again") from None
+            raise ValueError(f"{str(index)!r} is not an index of safetensors: {error!r}; copy the file again") from None
         files: dict[Path, set[str]] = {}
         for key, name in places.items():
             files.setdefault(inside(folder, name, f"a file in {INDEX}"), set()).add(key)

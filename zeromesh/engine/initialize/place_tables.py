@@ -79,7 +79,7 @@ def with_table_group(
     options = without_auto(chosen.params)
     if unknown := sorted(set(options) - set(rule.defaults)):
         raise ValueError(
-            f"embedding_tables.optimizer.params.{unknown[0]} is no option of {chosen.type}, which has "
+            f"embedding_tables.optimizer.params.{unknown[0]} is not an option of {chosen.type}, which has "
             f"{', '.join(rule.defaults)}"
         )
     taken = [p for group in owned for p in group["params"] if id(p) in weights]

@@ -84,14 +84,14 @@ def _keep_inputs(
 def checkpoint_modules(
     modules: Iterable[nn.Module], store: ActivationStore | None = None, selective: bool = False
 ) -> None:
-    """Have the forward of each module checkpointed, in place; see ``checkpoint_with``."""
+    """Checkpoint the forward of each module, in place; see ``checkpoint_with``."""
     # Their forward and not they themselves: their hooks run around it, once.
     for module in modules:
         module.forward = partial(_without_cache, module.forward, store, selective, module)
 
 
 def compile_forward(module: nn.Module, **options: Any) -> None:
-    """Have the module's forward compiled."""
+    """Compile the module's forward."""
     forward: Any = module.forward
     # Inside the checkpoint if the inputs wait elsewhere: moving them cannot be traced.
     if isinstance(forward, partial) and forward.func is _without_cache and forward.args[1] is not None:

@@ -51,7 +51,7 @@ def require_backend(name: str) -> None:
 
 
 def compile_blocks(modules: Sequence[nn.Module], options: dict[str, Any], tells: bool) -> None:
-    """Have the forward of each module compiled when it is first called; ``tells`` logs how long that took."""
+    """Compile the forward of each module at its first call; ``tells`` logs how long that took."""
     from torch._dynamo.callback import callback_handler
 
     # torch._dynamo.reset() forgets them.

@@ -109,7 +109,7 @@ def mean_loss(loss: Tensor, labels: Tensor, group: Group, tag: int) -> Tensor:
 class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, count: Tensor, group: Group, tag: int) -> Tensor:
-        total = torch.where(count > 0, loss.detach().double() * count, 0.0)  # the mean of nothing is no number
+        total = torch.where(count > 0, loss.detach().double() * count, 0.0)  # the mean of nothing is not a number
         sums = torch.stack([total, count.to(total)])
         group.all_reduce(sums, tag)
         # Times the number of ranks, as gradients are averaged over them: the average is then the mean's gradient,

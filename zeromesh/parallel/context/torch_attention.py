@@ -58,7 +58,7 @@ def check_of(
         paths = [path for path, _ in model.named_modules() if matches(path, pattern)]
         if not paths:
             raise ValueError(
-                f"context_parallel.unchecked has {pattern!r}, which is no module of {type(model).__name__}; "
+                f"context_parallel.unchecked has {pattern!r}, which is not a module of {type(model).__name__}; "
                 "name modules of the model"
             )
         for path in paths:

@@ -73,7 +73,7 @@ class TakingParts:
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Have a module compute by another function; the module, which users and the engine hold, stays the same object."""
+    """Let a module compute by another function; the module, which users and the engine hold, stays the same object."""
     module.forward = forward
 
 
@@ -100,7 +100,7 @@ def join_parts(
 
 
 def guard_functions(kinds: Collection[type]) -> None:
-    """Have functions of torch that ask nobody refuse parts, also where the files of some classes have imported them."""
+    """Let functions of torch without an override protocol refuse parts, also where modules import them."""
     setattr(torch.Tensor, "_make_subclass", staticmethod(_MAKE_SUBCLASS))  # noqa: B010
     for file in (torch, torch._C, torch.utils.dlpack, *files_of(kinds)):
         for name in [name for name, function in vars(file).items() if function is _TO_DLPACK.__wrapped__]:

@@ -69,7 +69,7 @@ def activation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     tensor = next((arg for arg in args if _is_floating(arg)), tensor)
     if isinstance(tensor, Tensor) and tensor.ndim > 3:
         raise ValueError(
-            f"a block was called with an activation of shape {tuple(tensor.shape)}, which is no sequence; "
+            f"a block was called with an activation of shape {tuple(tensor.shape)}, which is not a sequence; "
             "set tensor_parallel.sequence to false"
         )
     if not isinstance(tensor, Tensor) or tensor.ndim < 2:

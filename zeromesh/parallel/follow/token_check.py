@@ -83,7 +83,7 @@ class TokenCheck:
         return self
 
     def replace(self, name: str, run: Callable[..., Any], gives_whole: bool = False) -> None:
-        """Have a module of the copy compute by ``run(token_run, forward, *args, **kwargs)``.
+        """Let a module of the copy compute by ``run(token_run, forward, *args, **kwargs)``.
 
         If it ``gives_whole`` sequences to the module's code, or that is not to be checked, its ways do not count.
         """
@@ -98,7 +98,7 @@ class TokenCheck:
         return run(self._current, self._current.with_hooks(name, forward), *args, **kwargs)
 
     def install(self, model: nn.Module) -> None:
-        """Have modules of the model tell when code runs that is given whole sequences, or is not to be checked."""
+        """Mark the code of modules that gets whole sequences, or is not to be checked."""
         for name in self._whole:
             module = model.get_submodule(name)
             setattr(module, "forward", wraps(module.forward)(partial(self._run_outside, module.forward)))  # noqa: B010

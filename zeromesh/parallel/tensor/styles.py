@@ -68,7 +68,7 @@ def eager(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[.
 
 
 def split_columns(member: Member, splitting: Splitting) -> None:
-    """Have a linear layer compute this rank's part of its outputs."""
+    """Let a linear layer compute this rank's part of its outputs."""
     if member.kind != "linear":
         return
     module, style, place, tag = member.module, member.style, splitting.place, splitting.tag
@@ -92,7 +92,7 @@ def split_columns(member: Member, splitting: Splitting) -> None:
 
 
 def split_rows(member: Member, splitting: Splitting) -> None:
-    """Have a linear layer sum the products of the parts of its inputs, which each rank has or takes."""
+    """Let a linear layer sum the products of the parts of its inputs, which each rank has or takes."""
     if member.kind != "linear":
         return
     module, place, tag = member.module, splitting.place, splitting.tag
@@ -113,7 +113,7 @@ def split_rows(member: Member, splitting: Splitting) -> None:
 
 
 def split_vocabulary(member: Member, splitting: Splitting) -> None:
-    """Have a head give logits that a loss computes in parts."""
+    """Let a head return logits that a loss computes in parts."""
     split, place = splitting.split_of(member), splitting.place
     assert split is not None
     vocabulary = Vocabulary(split.intervals[place.group.rank][0][0], split.size, place.group)
@@ -126,7 +126,7 @@ def by_vocabulary(module: nn.Module, vocabulary: Vocabulary, tag: int, using: Us
 
 
 def split_heads(member: Member, splitting: Splitting) -> None:
-    """Have torch's attention compute this rank's heads."""
+    """Let torch's attention compute this rank's heads."""
     decoder, _, child = member.name.rpartition(".")
     memory = isinstance(splitting.modules[decoder], nn.TransformerDecoderLayer) and child == "multihead_attn"
     place, spreads = splitting.place, splitting.place.spreads(member.name)
@@ -143,7 +143,7 @@ def sum_rotary(member: Member, splitting: Splitting) -> None:
 
 
 def look_up(member: Member, splitting: Splitting) -> None:
-    """Have an embedding look up this rank's rows."""
+    """Let an embedding look up this rank's rows."""
     module, part = member.module, splitting.resolved.held_of(member.module, "weight")
     # Inside of the user's hooks, which get the ids and rows of the whole vocabulary.
     lookup = _Lookup(module, part, splitting.place, splitting.tag)

@@ -175,7 +175,7 @@ class Backward:
     # Hooks.
 
     def listen(self, call: Call, outputs: Iterable[torch.Tensor]) -> None:
-        """Have the backward of a call noticed by the first gradient that arrives at one of its outputs."""
+        """Notice the backward of a call by the first gradient that arrives at one of its outputs."""
         self.calls[call.unit].add(call)
         weak = ref(self)  # the graph holds the hook, and must not hold the engine
 

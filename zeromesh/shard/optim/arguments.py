@@ -37,7 +37,7 @@ def unknown_parameter(section: str, key: str, owner: str, names: Iterable[str]) 
     other = OTHER_NAMES.get(key)
     suggestion = other if other in choices else nearest(key, choices)
     hint = f"did you mean {show(suggestion)}? " if suggestion else ""
-    return ValueError(f"{section}.{key} is no parameter of {owner}; {hint}known are {', '.join(choices)}")
+    return ValueError(f"{section}.{key} is not a parameter of {owner}; {hint}known are {', '.join(choices)}")
 
 
 def checked(path: str, value: Any, declared: inspect.Parameter, least: int | None = None) -> Any:

@@ -98,7 +98,7 @@ class Muon(StepOptimizer):
         for piece in self._pieces.values():
             if piece.name in matrices and len(piece.shape) < 2:
                 raise ValueError(
-                    f"parameter {piece.name} of shape {piece.shape} is no matrix and cannot be updated by Muon; "
+                    f"parameter {piece.name} of shape {piece.shape} is not a matrix and cannot be updated by Muon; "
                     "set its attribute `use_muon = False`"
                 )
 

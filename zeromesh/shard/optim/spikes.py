@@ -17,7 +17,7 @@ from zeromesh.base.words import counted
 _log = logging.getLogger("zeromesh")
 
 LEAST = 10  # updates before one is called usual
-MOST_SKIPPED = 10  # spikes in a row, after which the level is no spike
+MOST_SKIPPED = 10  # spikes in a row, after which the level is not a spike
 IN_A_ROW = "in a row"
 
 
@@ -63,7 +63,7 @@ class SpikeWatch:
             norm: of the gradient, before clipping.
 
         Raises:
-            FloatingPointError: so many updates in a row were left out that it is no spike.
+            FloatingPointError: so many updates in a row were left out that it is not a spike.
         """
         self.last = None
         values = {"loss": loss, "gradient norm": norm}

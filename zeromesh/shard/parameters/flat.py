@@ -43,13 +43,13 @@ class Store(Protocol):
     """Storage of flat buffers; see ``zeromesh.shard.store.tiers``."""
 
     def load_states(self, flat: Flat, write: bool = False, read: bool = True) -> None:
-        """Have the master and the optimizer states in memory."""
+        """Load the master and the optimizer states into memory."""
 
     def windows(self, flat: Flat, write: bool = False, read: bool = True) -> Iterator[Any]:
         """Yield the ``StateWindow``s of the master and the optimizer states."""
 
     def load_shard(self, flat: Flat, write: bool = False, read: bool = True) -> None:
-        """Have this rank's parameters in memory."""
+        """Load this rank's parameters into memory."""
 
     def form(self, flat: Flat) -> tuple[bool, bool]:
         """Return whether states are in memory only while they are loaded, and whether the master is in halves."""
@@ -103,12 +103,12 @@ class Flat:
         self.unbound: set[int] = set()  # parameters that are another tensor than their view for a while
 
     def load_states(self, write: bool = False, read: bool = True) -> None:
-        """Have the master and the optimizer states in memory until those of another flat buffer are loaded."""
+        """Keep the master and the optimizer states in memory until those of another flat buffer are loaded."""
         if self.store is not None:
             self.store.load_states(self, write, read)
 
     def load_shard(self, write: bool = False, read: bool = True) -> None:
-        """Have ``shard`` in memory until that of another flat buffer is loaded; see ``load_states``."""
+        """Keep ``shard`` in memory until that of another flat buffer is loaded; see ``load_states``."""
         if self.store is not None:
             self.store.load_shard(self, write, read)
 

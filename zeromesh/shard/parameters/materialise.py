@@ -84,7 +84,7 @@ def _without_parameters(model: nn.Module) -> nn.Module:
     """Return a copy whose parameters are on the meta device: initialisers of a module reach for those of its parts."""
     if not names_without_values(model):
         return model
-    # What is no parameter stays the same object: stand-ins of other stages, and results of autograd, have no copies.
+    # What is not a parameter stays the same object: stand-ins of other stages, and results of autograd, have no copies.
     attributes = (value for module in model.modules() for value in vars(module).values())
     memo = {id(value): value for value in attributes if isinstance(value, torch.Tensor)}
     tensors = [*model.parameters(), *filter(is_deferred, model.buffers())]

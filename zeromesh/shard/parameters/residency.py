@@ -151,7 +151,7 @@ class Residency:
         self._root_pool.shrink()
 
     def need(self, unit: Unit) -> None:
-        """Have the unit's parameters in memory when this returns, and the next ones on their way."""
+        """Bring the unit's parameters into memory, and begin to fetch those of the next units."""
         self._advance(unit)
         self._fetch(unit)
         if unit.state is State.FETCHING:

@@ -24,7 +24,7 @@ class Slot:
         self.storage = torch.UntypedStorage(0, device=device)
 
     def fill(self) -> Slot:
-        """Have memory."""
+        """Allocate the memory."""
         # From the first loan on it is kept, so that training neither fragments memory nor pays for page faults.
         if self.storage.nbytes() == 0 and (CAN_SWAP or not self._lent):
             self.storage = allocate(self.nbytes, self.storage.device)

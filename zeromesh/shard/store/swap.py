@@ -114,7 +114,7 @@ class Stored:
         return flat in self._flats
 
     def load(self, flat: Flat, write: bool = False, read: bool = True) -> None:
-        """Have one flat buffer's shard in memory until another one's is asked for, or others are read ahead.
+        """Keep one flat buffer's shard in memory until another one's is asked for, or others are read ahead.
 
         Raises:
             OSError: the disk failed, now or earlier.
@@ -208,7 +208,7 @@ class Swap:
         self.flush()
 
     def load(self, flat: Flat, write: bool = False, read: bool = True) -> None:
-        """Have one flat buffer's states in memory until another one's are asked for; see ``Tiers.load_states``."""
+        """Keep one flat buffer's states in memory until another one's are asked for; see ``Tiers.load_states``."""
         if self._here is None or self._here[0] is not flat or (read and not self._known):
             self.flush()
             memory = self._take(flat, read)

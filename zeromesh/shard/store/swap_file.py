@@ -195,13 +195,15 @@ def sweep(folder: Path) -> list[Path]:
 
 
 def _require(folder: Path) -> None:
-    """Raise OSError if it is no folder. It is not made: a disk that is not mounted would go unnoticed."""
+    """Raise OSError if it is not a folder. It is not made: a disk that is not mounted would go unnoticed."""
     if not folder.exists():
         raise FileNotFoundError(
             errno.ENOENT, f"the folder {folder} of the NVMe tier does not exist; mount the disk, or make the folder"
         )
     if not folder.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, f"{folder}, which the NVMe tier is to use, is no folder; name a folder")
+        raise NotADirectoryError(
+            errno.ENOTDIR, f"{folder}, which the NVMe tier is to use, is not a folder; name a folder"
+        )
 
 
 def _create(folder: Path, rank: int) -> tuple[Path, int]:

@@ -42,12 +42,12 @@ class Tiers:
         self._bring_back = bring_back
 
     def recall(self) -> None:
-        """Have the states back that were put aside."""
+        """Restore the states that were put aside."""
         if self._bring_back is not None:
             self._bring_back()
 
     def load_states(self, flat: Flat, write: bool = False, read: bool = True) -> None:
-        """Have the master and the optimizer states in memory until those of another flat buffer are loaded."""
+        """Keep the master and the optimizer states in memory until those of another flat buffer are loaded."""
         self._prepare(flat, write)
         if self.swap is not None and flat in self.swap:
             self.swap.load(flat, write, read)
@@ -79,7 +79,7 @@ class Tiers:
         return () if self.swap is None or flat not in self.swap else self.swap.names(flat, parameter)
 
     def load_shard(self, flat: Flat, write: bool = False, read: bool = True) -> None:
-        """Have this rank's parameters in memory until those of another flat buffer are loaded; see ``load_states``."""
+        """Keep this rank's parameters in memory until those of another flat buffer are loaded; see ``load_states``."""
         self._settle(flat, write)
         if self.swap is not None:
             self.swap.release(flat)  # a joined master is split first: one half of it is the parameter

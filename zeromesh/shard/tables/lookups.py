@@ -130,14 +130,14 @@ class Lookups:
         return waiting
 
     def need(self, lookup: Lookup, evaluate: bool = True) -> None:
-        """Have the rows of a lookup, and its value unless ``evaluate`` is False. Collective."""
+        """Fetch the rows of a lookup, and compute its value unless ``evaluate`` is False. Collective."""
         while lookup.state is LookupState.WAITING:
             self._exchange(plain=None if evaluate else lookup)
         if lookup.state is LookupState.FAILED:
             raise RuntimeError(f"the lookup of {lookup.name} failed, so its output has no values")
 
     def finish(self) -> None:
-        """Have the rows of all lookups, before anything else is sent, or rows change. Collective."""
+        """Fetch the rows of all lookups, before anything else is sent, or rows change. Collective."""
         while self._waiting:
             self._exchange()
 

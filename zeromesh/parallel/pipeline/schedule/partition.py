@@ -143,7 +143,7 @@ def _by_type(pattern: str, types: Sequence[str], stages: int) -> list[int]:
     try:
         counts = [float(bool(re.search(pattern, name, re.IGNORECASE))) for name in types]
     except re.error as error:
-        raise ValueError(f"pipeline.partition: {pattern!r} is no regular expression: {error}") from None
+        raise ValueError(f"pipeline.partition: {pattern!r} is not a regular expression: {error}") from None
     if not any(counts):
         classes = ", ".join(sorted({*types}))
         raise ValueError(f"pipeline.partition: type:{pattern} matches none of the blocks, whose classes are {classes}")

@@ -23,7 +23,7 @@ from zeromesh.parallel.pipeline.schedule.actions import (
 )
 from zeromesh.parallel.pipeline.schedule.simulate import Costs
 
-COSTS = "costs"  # in "otherData" of a trace, where viewers expect what is no event
+COSTS = "costs"  # in "otherData" of a trace, where viewers expect what is not an event
 
 KEYS = ("microbatches", "placement", "ranks")
 
@@ -68,7 +68,7 @@ def parse_table(text: str) -> Schedule:
     """Read a table as torch writes it: a line per rank, and cells such as ``1F0``, or nothing for idle time.
 
     Raises:
-        ScheduleError: a cell is no action that exists here, or a stage is on no rank or on several.
+        ScheduleError: a cell is not an action that exists here, or a stage is on no rank or on several.
     """
     ranks: list[tuple[Action, ...]] = []
     places: dict[int, int] = {}
@@ -136,7 +136,7 @@ def _json_of(text: str) -> dict[str, Any]:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ScheduleError("unreadable text", f"it is no JSON: {error}") from None
+        raise ScheduleError("unreadable text", f"it is not JSON: {error}") from None
     if not isinstance(document, dict):
         raise ScheduleError("unreadable text", "it must be a JSON object")
     return document
