@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeromesh.checkpoint.copies.background import BackgroundSaves
 from zeromesh.checkpoint.copies.copies import MemoryCopies
+from zeromesh.comm.course import this_rank
 from zeromesh.comm.health import Health
 from zeromesh.engine import reports
 from zeromesh.engine.batches import MicroBatchSizes
@@ -86,12 +87,14 @@ class EngineState:
         """Take the counters of a checkpoint."""
         self.global_steps, self.global_samples, self.micro_steps = global_steps, global_samples, micro_steps
         self.update.resume(skipped_steps)
+        this_rank.reach(global_steps)
         self.begin_update()
 
     def count_update(self, samples: int) -> None:
         """Count an update of so many samples, skipped or not; the micro-batches are used up."""
         self.global_steps += 1
         self.global_samples += samples
+        this_rank.reach(self.global_steps)
         self.begin_update()
         if self.training_dataloader is not None:
             self.resume_data()
