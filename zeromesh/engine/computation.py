@@ -17,6 +17,7 @@ from zeromesh.base.precision import Precision
 from zeromesh.comm.course import this_rank
 from zeromesh.engine import batches
 from zeromesh.engine.curriculum import LengthCurriculum
+from zeromesh.engine.first_batches import FirstBatches
 from zeromesh.engine.observe.observer import Observer
 from zeromesh.engine.reports import explained
 from zeromesh.shard.sharded import ShardedModel
@@ -58,6 +59,7 @@ class Computation:
         self._sharing = [axis for axis, role in AXES.items() if role.same_loss and self._mesh.sizes[axis] > 1]
         self._has_stages = self._mesh.sizes["pipeline"] > 1
         self._has_compared = False
+        self.first_batches = FirstBatches(self._mesh)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -138,6 +140,7 @@ class Computation:
 
     def note_size(self, inputs: Any) -> None:
         """Compare a micro-batch with the configured size, and keep its samples for a comparison of the ranks."""
+        self.first_batches.note(inputs)
         size = self._sizes.compare(inputs)
         self._sharded.accumulation.samples.append(float("nan") if size is None else float(size))
 

@@ -50,7 +50,9 @@ class EngineState:
         self.background = BackgroundSaves(plan.mesh)
         peer_copies = plan.settings.checkpoint.peer_copies
         self.copies = MemoryCopies(plan.mesh, peer_copies) if peer_copies else None
-        self.update = Update(sharded, plan.settings, placing.optimizer, self.background.failed)
+        self.update = Update(
+            sharded, plan.settings, placing.optimizer, self.computation.first_batches, self.background.failed
+        )
         self.loss_scaler = self.update.scaler
         self.health = Health(plan.mesh)
 
