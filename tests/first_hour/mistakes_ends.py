@@ -129,7 +129,8 @@ MISTAKES = [
         _script(
             "for number in range(4):\n    if rank == 0 and number == 2: engine.save_checkpoint('c')\n    step(number)"
         ),
-        status=1,
+        status=70,
+        most_lines=16,  # a line for each rank
         silent_about=CIRCULAR,
     ),
     Mistake(
@@ -174,7 +175,8 @@ MISTAKES = [
             "for number in range(4):\n    engine.backward(engine(data[:4]).mean())\n"
             "    if rank == 0 or number != 1: engine.step()"
         ),
-        status=1,
+        status=70,
+        most_lines=16,  # a line for each rank
         silent_about=CIRCULAR,
     ),
     Mistake(

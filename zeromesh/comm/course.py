@@ -158,15 +158,15 @@ class Course:
 
     def told(self, words: Mapping[str, Any], what: str, frame: FrameType | None) -> str:
         """Return what this rank says that waits in ``what``, called in ``frame``, for one that has left ``words``."""
-        after, here, line = f"after {counted(words['updates'], 'update')}", self.position(frame), where(frame)
+        updates, position, line = counted(words["updates"], "update"), self.position(frame), where(frame)
         # Of "all_gather over the axis data, tag 3 (parameters of unit 'a')" the last part says enough.
         purpose = what.partition(" (")[2].removesuffix(")") or what.partition(",")[0]
-        waits = f"rank {self.rank} waits in {here} ({purpose}{line and f', at {line}'})"
+        here = f"{position} ({purpose}{line and f', at {line}'})"
         if words["how"] == "failed":
-            return f"rank {words['rank']} failed {after}: {words['said']}; {waits}"
-        advice = remedy([here])
+            return f"rank {words['rank']} failed after {updates}: {words['said']}; rank {self.rank} waits in {here}"
+        advice = remedy([position])
         cause = f"Rank {self.rank} has more batches, or goes on alone. " if advice is UNEQUAL else ""
-        return f"rank {words['rank']} ended {after}; {waits}.\n{cause}{advice}"
+        return f"rank {words['rank']} ended after {updates}; rank {self.rank} waits in {here}.\n{cause}{advice}"
 
     def say_once(self, text: str) -> None:
         """Print a message, unless another rank has."""
