@@ -111,7 +111,7 @@ def test_a_message_that_gloo_refuses_to_start_names_the_cause() -> None:
     group = Group("data", None, torch.device("cpu"), Traffic())
     group.process_group, group._hosted = SimpleNamespace(recv=closed, send=closed), True
     group.purposes[3] = "all-gather of parameters"
-    with pytest.raises(PeerLost, match=r"^all-gather of parameters .* could not be started: another rank .*pair.cc"):
+    with pytest.raises(PeerLost, match=r"^all-gather of parameters .* could not be finished: another rank .*pair.cc"):
         group._post([(1, torch.zeros(1))], [], 3)
 
 

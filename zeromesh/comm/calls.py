@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeromesh.comm import watchdog
+from zeromesh.comm import course
 from zeromesh.comm.peers import named
 from zeromesh.comm.signs import read_waits
 from zeromesh.comm.watchdog import SLOWEST_LINK, Watchdog
@@ -76,7 +76,7 @@ def compare_calls(store: Any, watched: Watchdog | None, patience: float) -> None
             group: Any = arguments.get("group") or dist.group.WORLD
             if group is not dist.GroupMember.NON_GROUP_MEMBER and dist.is_initialized():
                 tensor = next((value for value in arguments.values() if isinstance(value, torch.Tensor)), None)
-                call: dict[str, Any] = {"call": name, "where": watchdog.where(sys._getframe(1))}
+                call: dict[str, Any] = {"call": name, "where": course.where(sys._getframe(1))}
                 if name in SAME_SHAPES and tensor is not None:
                     call |= {"dtype": str(tensor.dtype), "shape": list(tensor.shape)}
                 counts[group.group_name] += 1

@@ -6,6 +6,7 @@ run in two steps, see ``topology.py``, and messages over the slow link may be co
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zeromesh.comm.course import PeerLost, this_rank
 from zeromesh.comm.environment import backends
 from zeromesh.comm.local import LocalGroup
 from zeromesh.comm.message_formats import Format
@@ -31,17 +33,6 @@ SLOTS = 64  # in which sums over more ranks are kept apart, at most
 NARROW = (torch.float16, torch.bfloat16)  # dtypes that are summed in fp32 and rounded once
 
 
-class PeerLost(RuntimeError):
-    """A collective could not be finished, because another rank ended or did not answer in time."""
-
-
-def _lost(what: str, goal: str, error: RuntimeError) -> PeerLost:
-    return PeerLost(
-        f"{what} could not be {goal}: another rank ended, or did not answer in time; what the first "
-        f"rank to fail says is the cause. ({error})"
-    )
-
-
 @dataclass(eq=False)
 class Pending:
     """Handle of a collective in progress."""
@@ -52,6 +43,7 @@ class Pending:
     watchdog: Watchdog | None = None  # is notified of the wait
     nbytes: int = 0  # over this rank's link, from which the watchdog derives its limit
     device: torch.device | None = None  # that waits for the messages, as with nccl; None: this process waits
+    ranks: Sequence[int] = ()  # that take part
     done: bool = False  # True after the wait
 
     def wait(self) -> None:
@@ -60,19 +52,19 @@ class Pending:
             return
         watchdog = self.watchdog if self.device is None else None
         if watchdog is not None:
-            watchdog.begin(self.what, self.nbytes)
+            watchdog.begin(self.what, self.nbytes, self.ranks)
         try:
             for work in self.works:
                 work.wait()
         except PeerLost:
             raise
         except RuntimeError as error:
-            raise _lost(self.what, "finished", error) from error
+            raise this_rank.lost(self.what, sys._getframe(), error) from None
         finally:
             if watchdog is not None:
                 watchdog.end()
         if self.watchdog is not None and self.device is not None:
-            self.watchdog.queued(self.what, self.device)
+            self.watchdog.queued(self.what, self.device, self.ranks)
         self.done = True
         if self.then is not None:
             self.then()
@@ -116,6 +108,7 @@ class Group:
         self.purposes: dict[int, str] = {}
         self.size: int = 1 if process_group is None else process_group.size()
         self.rank: int = 0 if process_group is None else process_group.rank()
+        self._ranks = [] if process_group is None else dist.get_process_group_ranks(process_group)
         self._node_of = list(node_of) if node_of is not None else [0] * self.size
         backend = None if process_group is None else backend_for(device, process_group)
         self._hosted = backend in ("gloo", "mpi")
@@ -333,7 +326,8 @@ class Group:
     ) -> Pending:
         purpose = f" ({self.purposes[tag]})" if tag in self.purposes else ""
         what = f"{collective} over the axis {self.axis}, tag {tag}{purpose}"
-        return Pending(what, works, then, self._watchdog, nbytes, None if self._hosted else self.device)
+        device = None if self._hosted else self.device
+        return Pending(what, works, then, self._watchdog, nbytes, device, self._ranks)
 
     def _others(self) -> list[int]:
         # By distance, so that not all ranks send to the same one first.
@@ -365,7 +359,7 @@ class Group:
             if "gloo" not in str(error):
                 raise
             what = self.purposes.get(tag, "messages")  # gloo refuses to start what the connection of a lost rank is for
-            raise _lost(f"{what} over the axis {self.axis}", "started", error) from error
+            raise this_rank.lost(f"{what} over the axis {self.axis}", sys._getframe(), error) from None
 
     def _start_messages(
         self, receives: Iterable[tuple[int, torch.Tensor]], sends: Iterable[tuple[int, torch.Tensor]], tag: int
@@ -507,7 +501,8 @@ class Group:
             self._count_to_all("broadcast", tensor.nbytes)
         source = dist.get_global_rank(self.process_group, root)
         work = dist.broadcast(tensor, source, group=self.process_group, async_op=True)
-        Pending(f"broadcast over the axis {self.axis}", [work], None, self._watchdog, tensor.nbytes).wait()
+        what = f"broadcast over the axis {self.axis}"
+        Pending(what, [work], None, self._watchdog, tensor.nbytes, ranks=self._ranks).wait()
 
     def all_reduce(self, tensor: torch.Tensor, tag: int, form: Format | None = None) -> None:
         """Sum a 1-D tensor over the ranks, in place; 16-bit values are summed in fp32 and rounded once."""

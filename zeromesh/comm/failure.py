@@ -69,11 +69,12 @@ class RankFailure(RuntimeError):
         exitcode: its exit status; 128 + the signal's number if a signal ended it.
     """
 
-    def __init__(self, rank: int, summary: str, details: str = "", exitcode: int = 1) -> None:
+    def __init__(self, rank: int, summary: str, details: str = "", exitcode: int = 1, waits: bool = False) -> None:
         self.rank = rank
         self.summary = summary
         self.exitcode = exitcode
-        super().__init__(f"rank {rank} failed first: {summary}\n{details}".rstrip())
+        # A rank that waited for another one, which failed or ended, names that in its summary.
+        super().__init__(f"{'' if waits else f'rank {rank} failed first: '}{summary}\n{details}".rstrip())
 
 
 def first_failure(folder: Path, exitcodes: Mapping[int, int]) -> RankFailure:
@@ -82,7 +83,7 @@ def first_failure(folder: Path, exitcodes: Mapping[int, int]) -> RankFailure:
     deciding = [rank for rank in records if records[rank]["lingers"]]
     if deciding:  # the run was ended on purpose, and with it ranks that are killed
         first = min(deciding, key=lambda rank: float(records[rank]["at"]))
-        return RankFailure(first, records[first]["summary"], records[first]["details"], records[first]["status"])
+        return _recorded(first, records[first])
     # A rank that was killed, or left no record, comes before those with records: they may have failed because of it.
     killed = {rank: -code for rank, code in exitcodes.items() if code < 0}
     for rank, number in sorted(killed.items()):
@@ -94,13 +95,17 @@ def first_failure(folder: Path, exitcodes: Mapping[int, int]) -> RankFailure:
     if records:
         # torchrun looks at the ranks ten times a second, and a rank whose peer is gone fails sooner than that; so the
         # order is taken from the times that the ranks themselves wrote down.
-        first = min(records, key=lambda rank: float(records[rank]["at"]))
+        first = min(records, key=lambda rank: (records[rank].get("waits", False), float(records[rank]["at"])))
         aborted = [f"rank {rank} was ended by SIGABRT" for rank in sorted(killed) if killed[rank] == signal.SIGABRT]
         details = "\n".join([records[first]["details"].rstrip(), *aborted])
-        return RankFailure(first, records[first]["summary"], details, records[first]["status"])
+        return _recorded(first, records[first] | {"details": details})
     # Only consequences are left: what nccl's watchdog ended says more than what the launcher ended afterwards.
     rank, number = min(killed.items(), key=lambda pair: (CONSEQUENCES.index(pair[1]) == 0, pair[0]))
     return _killed(rank, number, folder)
+
+
+def _recorded(rank: int, record: Mapping[str, Any]) -> RankFailure:
+    return RankFailure(rank, record["summary"], record["details"], record["status"], record.get("waits", False))
 
 
 def _killed(rank: int, number: int, folder: Path) -> RankFailure:

@@ -151,6 +151,13 @@ class Mesh:
         rows: list[list[int]] = ranks.movedim(_ORDER.index(axis), -1).reshape(-1, self.sizes[axis]).tolist()
         return rows
 
+    def shares(self) -> list[list[int]]:
+        """Return the ranks of each share of the global batch, in the order of ``data_rank``."""
+        ranks = torch.tensor(self._order, device="cpu").view([*self.sizes.values()])
+        axes = sorted(range(len(_ORDER)), key=lambda place: not AXES[_ORDER[place]].samples)
+        shares: list[list[int]] = ranks.permute(axes).reshape(self.data_size, -1).tolist()
+        return shares
+
     def compare_calls(self) -> None:
         """Compare from now on the collectives that the program calls itself, over all ranks of their groups."""
         if self.world_size > 1:

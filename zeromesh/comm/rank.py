@@ -89,7 +89,7 @@ def _exit_recorded(error: SystemExit) -> None:
 
 def run_script(path: str, arguments: list[str]) -> None:
     """Run a file as ``python FILE`` does."""
-    sys.argv = [path, *arguments]
+    sys.argv[:] = [path, *arguments]
     sys.path[0] = os.path.dirname(os.path.realpath(path))
     module = _fresh_main()
     module.__file__ = os.path.abspath(path)
@@ -100,7 +100,7 @@ def run_script(path: str, arguments: list[str]) -> None:
 
 def run_module(name: str, arguments: list[str]) -> None:
     """Run a module as ``python -m NAME`` does."""
-    sys.argv = [name, *arguments]
+    sys.argv[:] = [name, *arguments]
     sys.path[0] = os.getcwd()
     _fresh_main()
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]
@@ -129,6 +129,8 @@ def run_function(call: Any) -> bytes:
         torch = sys.modules.get("torch")
         if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
             # This process stays until all ranks have returned, and others must not wait for it.
+            if course := sys.modules.get("zeromesh.comm.course"):
+                course.this_rank.leave()
             if local := sys.modules.get("zeromesh.comm.local"):
                 local.close()
             torch.distributed.destroy_process_group()
@@ -162,6 +164,8 @@ def record(kind: type[BaseException], error: BaseException, trace: TracebackType
     """Record an uncaught exception; a hook for ``sys.excepthook``."""
     if issubclass(kind, KeyboardInterrupt):
         return  # whoever pressed Ctrl-C knows
+    if getattr(error, "brief", False) and write_failure(str(error), "", waits=True):
+        return
     while trace is not None and trace.tb_frame.f_code.co_filename in _RUNNERS:
         trace = trace.tb_next
     details = "".join(traceback.format_exception(kind, error, trace))
@@ -172,10 +176,11 @@ def record(kind: type[BaseException], error: BaseException, trace: TracebackType
         sys.stderr.write(details)
 
 
-def write_failure(summary: str, details: str, status: int = 1, lingers: float = 0.0) -> bool:
+def write_failure(summary: str, details: str, status: int = 1, lingers: float = 0.0, waits: bool = False) -> bool:
     """Record this rank's failure and its time; return False if no launcher on this machine reads it.
 
     After ``lingers`` seconds, unless 0, this rank ends the whole run; other ranks' failures are its consequence.
+    ``waits`` says that it failed only because it waited for another one, which the summary names.
     """
     rank, folder = _rank(), os.environ.get(FAILURES)
     if rank is None or folder is None or not os.path.isdir(folder):
@@ -185,7 +190,7 @@ def write_failure(summary: str, details: str, status: int = 1, lingers: float = 
         return True  # the first one is the cause
     with open(final + ".part", "w", encoding="utf-8") as file:
         words = {"at": time.time(), "summary": summary, "details": details, "status": status, "lingers": lingers}
-        json.dump(words, file)
+        json.dump(words | {"waits": waits}, file)
     os.replace(final + ".part", final)  # the launcher may look at any time
     return True
 

@@ -13,14 +13,16 @@ from typing import Any
 import torch.distributed as dist
 
 from zeromesh.base.worker import Worker
+from zeromesh.comm.course import UNEQUAL, remedy
 from zeromesh.comm.interface import own_address
 from zeromesh.comm.peers import named
-from zeromesh.comm.signs import FRESH, PLACE, Board, life, read_lines
+from zeromesh.comm.signs import FRESH, PLACE, Board, life, read_lines, read_over
 from zeromesh.comm.trust import connect_again
 
 TICKS = 6  # looks per PATIENCE
 SILENT = 10  # times PATIENCE without a sign of life after which a rank on another host, or the store, is given up
 SAME = 4  # reads that show the same waits of all ranks, so that each of them has given a sign in between
+SAME_APART = 2  # the same of ranks that wait in different calls of the engine
 
 # The times PATIENCE for which a rank may give no sign, by what is known of its process, and what to say of it; native
 # code may keep Python from running for as long as it likes.
@@ -38,10 +40,12 @@ class Relay:
 
     Attributes:
         waiting: a rank of this place waits for long.
+        over: what the first rank of the run that ended has left, if one of this place waits for long.
     """
 
     def __init__(self, store: Any, board: Board, rank: int, world_size: int, patience: float) -> None:
         self.waiting = False
+        self.over: list[dict[str, Any]] = []
         self._main_store, self._store = store, None  # the second connection: a wait holds the first
         self._board, self._rank, self._world_size = board, rank, world_size
         self._tick_seconds = patience / TICKS
@@ -67,14 +71,16 @@ class Relay:
         if line is None or number is None:
             return
         store = self._store = self._store or connect_again(self._main_store)
+        self.over = read_over(store) if self.waiting else []
         if why := last_said(store, "zeromesh/ended"):
             end(why)
         self._serve_echo(store)
         line["echo"] = None if self._echo is None else self._echo[1]
         store.set(f"zeromesh/nodes/{number}", json.dumps(line))
-        if self.waiting != self._counted:  # what a rank that has ended has counted only costs reads
-            store.add("zeromesh/waiting", 1 if self.waiting else -1)
-            self._counted = self.waiting
+        waits = self.waiting or bool(line["waits"])
+        if waits != self._counted:  # what a rank that has ended has counted only costs reads
+            store.add("zeromesh/waiting", 1 if waits else -1)
+            self._counted = waits
         if number and not self._reader_is_silent(store, number):
             return
         store.set("zeromesh/reader", line["beat"])
@@ -82,8 +88,9 @@ class Relay:
             self._reads, self._same = 0, ([], 0)
             self._warned.clear()
             return
-        self._reads += 1
-        if why := self._reason(read_lines(store)):
+        lines = read_lines(store)
+        self._reads = self._reads + 1 if any(line["waiting"] for line in lines.values()) else 0
+        if why := self._reason(lines):
             store.set("zeromesh/ended", why)
             end(why)
 
@@ -92,7 +99,7 @@ class Relay:
         self._board.leave(owner)
         number = self._board.number
         if self._store is not None and number is not None:
-            nobody = {"beat": "", "processes": {}, "quiet": {}, "waits": [], "waiting": None, "echo": None}
+            nobody = {"beat": "", "processes": {}, "quiet": {}, "waits": [], "due": 0, "waiting": None, "echo": None}
             self._store.set(f"zeromesh/nodes/{number}", json.dumps(nobody))
 
     def holder_is_stopped(self) -> bool:
@@ -112,8 +119,6 @@ class Relay:
     def _reason(self, lines: Mapping[int, dict[str, Any]]) -> str:
         """Return why the run is to end; empty if it may go on."""
         waiting = next((line["waiting"] for line in lines.values() if line["waiting"]), None)
-        if waiting is None:
-            return ""
         quiet: dict[int, tuple[int, str, int, str]] = {}
         present: set[int] = set()
         for number, line in lines.items():
@@ -131,13 +136,18 @@ class Relay:
             quiet |= {rank: (*state, processes[rank], line["host"]) for rank, state in silent.items()}
             present |= processes.keys() - silent.keys()
         for rank in quiet.keys() - present:
-            if why := self._silence(rank, *quiet[rank], waiting):
+            if waiting is not None and (why := self._silence(rank, *quiet[rank], waiting)):
                 return why
         waits = [wait for line in lines.values() for wait in line["waits"]]
         if quiet.keys() - present or sum(len(ranks) for _, ranks in waits) < self._world_size:
             waits = []
         self._same = waits, self._same[1] + 1 if waits and waits == self._same[0] else 0
-        return _all_wait(waits, self._patience) if self._same[1] >= SAME else ""
+        # Ranks in different calls do not wait for a slow link; others may.
+        if self._same[1] >= SAME_APART and _are_apart(waits):
+            return _all_wait(waits, "ranks wait for each other in different calls")
+        due = sum(line["due"] for line in lines.values()) >= self._world_size
+        text = f"every rank has waited for {self._patience:.0f} s or more and none got any further"
+        return _all_wait(waits, text) if due and self._same[1] >= SAME else ""
 
     def _silence(self, rank: int, count: int, state: str, process: int, host: str, waiting: tuple[int, Any]) -> str:
         """Warn of a rank that gives no sign of life; return why the run is to end, or nothing."""
@@ -195,20 +205,30 @@ def _described(state: dict[str, Any]) -> str:
     return f"{state['what']}, at {state['where']}" if state.get("where") else str(state["what"])
 
 
-def _all_wait(waits: list[Any], patience: float) -> str:
+def _are_apart(waits: list[Any]) -> bool:
+    """Return whether ranks wait in different calls of the engine, as each of them has said."""
+    positions = [state.get("doing") for state, _ in waits]
+    return all(positions) and len(set(positions)) > 1
+
+
+def _all_wait(waits: list[Any], text: str) -> str:
     verb = {True: "waits", False: "wait"}
     lines = [
         f"  {named(ranks)} {verb[len(ranks) == 1]} in {'its' if len(ranks) == 1 else 'their'} collective "
-        f"{state['number']}: {_described(state)}"
+        f"{state['number']}{', in ' * bool(state.get('doing'))}{state.get('doing', '')}: {_described(state)}"
         for state, ranks in waits
     ]
-    advice = "All ranks must run the same forwards, backwards and steps in the same order."
+    advice = remedy([state.get("doing", "") for state, _ in waits])
     states = [state["what"] for state, _ in waits]
-    if len(set(states)) > 1 and any("parameters of" in state for state in states):
-        advice += (
-            " Where ranks use a block that they use several times in different numbers, or in different orders, "
-            "it must stay in memory: raise slots.parameter to the number of blocks, or use "
-            "zero_optimization.stage 2."
+    if advice is UNEQUAL:
+        advice = (
+            "All ranks must run the same forwards, backwards and steps in the same order: none may leave one out, or "
+            "run one alone."
         )
-    text = f"every rank has waited for {patience:.0f} s or more and none got any further"
+        if len(set(states)) > 1 and any("parameters of" in state for state in states):
+            advice += (
+                " Where ranks use a block that they use several times in different numbers, or in different orders, "
+                "it must stay in memory: raise slots.parameter to the number of blocks, or use "
+                "zero_optimization.stage 2."
+            )
     return "\n".join([f"{text}:", *lines, advice])

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 _log = logging.getLogger("zeromesh")
 
-RECORD = 8192  # bytes of one rank's record: two texts of four bytes a character; pages without data take no memory
+RECORD = 12288  # bytes of one rank's record: three texts of four bytes a character; pages without data take no memory
 LONGEST = 1000  # characters of a text in a record
 FRESH = 3  # looks without a new sign, from which on a rank is quiet, and the next one of its machine writes
 
@@ -40,6 +40,7 @@ class Board:
 
     def __init__(self, store: Any, rank: int) -> None:
         self._rank, self._beat = rank, 0
+        self._left = False  # True once this process ends
         self._lost = False  # True once a record could not be written
         self._signs: dict[object, dict[str, Any]] = {}  # by the engine's watchdog
         self._still: dict[int, tuple[int, int]] = {}  # by rank, its last beat, and looks since it came
@@ -94,6 +95,23 @@ class Board:
         """Let the other ranks of this place end, too."""
         self._write(0, (self._read(0) or {}) | {"ended": why[: 3 * LONGEST // 2]})
 
+    def tell_over(self, words: dict[str, Any]) -> None:
+        """Give no more signs, as this process ends; leave ``words`` about how."""
+        with self._lock:
+            self._left = True
+            self._write(1 + self._rank, {"over": words, "process": os.getpid()})
+
+    def over(self) -> list[dict[str, Any]]:
+        """Return what ranks of this place have left that have ended."""
+        records = [self._read(1 + rank) or {} for rank in self._ranks()]
+        return [record["over"] for record in records if "over" in record]
+
+    def gone(self) -> list[int]:
+        """Return ranks of this place whose process is stopped, or gone without a word."""
+        records = {rank: self._read(1 + rank) or {} for rank in self._ranks()}
+        living = {rank: record["process"] for rank, record in records.items() if record and "over" not in record}
+        return [rank for rank, process in living.items() if life(process, PLACE) == "stopped"]
+
     def process_of(self, rank: int) -> int | None:
         """Return the number of the process of a rank that has an engine in this place; None if there is none."""
         return (self._read(1 + rank) or {}).get("process")
@@ -105,7 +123,8 @@ class Board:
             self._beat += 1
             # Of two engines one may wait while the other one rests.
             most = max(self._signs.values(), key=lambda sign: (sign["due"], sign["long"]))
-            self._write(1 + self._rank, {"beat": self._beat, "process": os.getpid(), **most})
+            if not self._left:
+                self._write(1 + self._rank, {"beat": self._beat, "process": os.getpid(), **most})
             return next(iter(self._signs)) is owner
 
     @property
@@ -118,7 +137,7 @@ class Board:
         """Give no more signs: a process without an engine, which may prepare data for hours, owes none."""
         with self._lock:
             self._signs.pop(owner, None)
-            if not self._signs:
+            if not self._signs and not self._left:
                 self._write(1 + self._rank, None)
 
     def line(self) -> dict[str, Any] | None:
@@ -126,10 +145,10 @@ class Board:
         processes: dict[int, int] = {}
         quiet: dict[int, tuple[int, str]] = {}
         waits: dict[str, tuple[Any, list[int]]] = {}
-        waiting = None
+        waiting, due = None, 0
         for rank in self._ranks():
             record = self._read(1 + rank)
-            if not record:
+            if not record or "over" in record:
                 self._still.pop(rank, None)
                 continue
             before, count = self._still.get(rank, (-1, 0))
@@ -140,7 +159,8 @@ class Board:
             processes[rank] = record["process"]
             if count >= FRESH and rank != self._rank:
                 quiet[rank] = count, life(record["process"], PLACE)
-            elif record["due"]:
+            elif record["due"] or record.get("soon"):
+                due += record["due"]
                 waits.setdefault(json.dumps(record["wait"]), (record["wait"], []))[1].append(rank)
             if waiting is None and record["long"] and rank not in quiet:
                 waiting = rank, record["wait"]
@@ -151,6 +171,7 @@ class Board:
             "processes": processes,
             "quiet": quiet,
             "waits": [*waits.values()],
+            "due": due,
             "waiting": waiting,
         }
 
@@ -214,6 +235,12 @@ def read_lines(store: Any) -> dict[int, dict[str, Any]]:
 def read_waits(store: Any) -> dict[int, dict[str, Any]]:
     """Return what each rank waits for that has waited for long."""
     return {rank: wait for line in read_lines(store).values() for wait, ranks in line["waits"] for rank in ranks}
+
+
+def read_over(store: Any) -> list[dict[str, Any]]:
+    """Return what the first rank of the run that ended has left; nothing if none has, or there is no store."""
+    has_ended = store is not None and store.check(["zeromesh/over"])
+    return [json.loads(store.get("zeromesh/over"))] if has_ended else []
 
 
 def life(process: int, place: str) -> str:

@@ -20,9 +20,8 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -30,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from zeromesh.base.worker import Worker
+from zeromesh.comm.course import outwards, this_rank, where
 from zeromesh.comm.rank import write_failure
 from zeromesh.comm.relay import SILENT, TICKS, Relay
 from zeromesh.comm.signs import LONGEST, Board
@@ -41,8 +41,7 @@ SLOWEST_LINK = 5e6
 
 LEAVE = 2.0  # seconds that a process which ends waits for an answer of the store
 EXIT_CODE = 70  # EX_SOFTWARE
-
-_PACKAGES = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep, contextlib.__file__)
+LINGERS = 0.1  # seconds, above 0: what this rank says is the cause, whatever others say
 
 # Parts of the names of torch's functions in which a program waits for all ranks of a group.
 _OWN_WAITS = ("barrier", "broadcast", "reduce", "gather", "scatter", "all_to_all")
@@ -61,6 +60,7 @@ class Watchdog:
         self._depth = 0
         self._began = self._due = 0.0
         self._what = ""
+        self._ranks: Sequence[int] = ()  # that take part in what this one waits for, or waited for last
         self._own: tuple[str, int] | None = None
         self._own_began = self._since = 0.0
         self._what_queued = ""
@@ -70,6 +70,7 @@ class Watchdog:
         self._beat, self._beat_judged, self._silent_ticks = 0, -1, 0
         self._ends = False
         self._board, self._owner = Board.of(store, rank), object()
+        this_rank.follow(self._board, weakref.ref(store), rank)
         self._relay = Relay(store, self._board, rank, world_size, patience)
         # Before the thread does: a rank that is stopped at once has to be missed, too.
         self._board.give(self._owner, {"long": False, "due": False, "wait": None})
@@ -87,14 +88,14 @@ class Watchdog:
             thread.start()
         weakref.finalize(self, _stop, gone, threads)
 
-    def begin(self, what: str, nbytes: int = 0) -> None:
-        """Note that a wait begins, for a collective that carries so many bytes."""
+    def begin(self, what: str, nbytes: int = 0, ranks: Sequence[int] = ()) -> None:
+        """Note that a wait begins, for a collective of ``ranks`` that carries so many bytes."""
         self._depth += 1
         if self._depth > 1:
             return
         self._thread = threading.get_ident()
         self._waits += 1
-        self._began = time.monotonic()
+        self._began, self._ranks = time.monotonic(), ranks
         self._what, self._due = what[:LONGEST], self._began + self._patience + nbytes / SLOWEST_LINK
 
     def end(self) -> None:
@@ -104,15 +105,17 @@ class Watchdog:
             self._what = ""
             self.waited += time.monotonic() - self._began
 
-    def queued(self, what: str, device: torch.device) -> None:
+    def queued(self, what: str, device: torch.device, ranks: Sequence[int] = ()) -> None:
         """Note that the device waits for a collective, and not this process, as with nccl."""
         self._thread = threading.get_ident()
         self._waits += 1
+        self._ranks = ranks
         self._what_queued, self._stream = what[:LONGEST], torch.accelerator.current_stream(device)
 
     def check(self) -> None:
         """Give a sign of life. Where this rank does so for others, pass theirs on, and look for a reason to end."""
         self._beat += 1
+        self._end_without_peer()
         if self._give_sign():
             if why := self._board.ended:
                 self._end(why)
@@ -120,28 +123,49 @@ class Watchdog:
 
     def _give_sign(self) -> bool:
         wait, now = self._wait(), time.monotonic()
-        # Ranks say what they wait for only once they have waited for long.
+        # Ranks say what they wait for only once they have waited for long, or for what cannot take so long.
         long = wait is not None and now >= self._since + self._patience
         due = long and now >= (self._due if self._what else self._since + OWN * self._patience)
-        return self._board.give(self._owner, {"long": long, "due": due, "wait": wait if long else None})
+        soon = wait is not None and self._is_overdue(now)
+        return self._board.give(
+            self._owner, {"long": long, "due": due, "soon": soon, "wait": wait if long or soon else None}
+        )
+
+    def _is_overdue(self, now: float) -> bool:
+        """Return whether a collective of the engine takes a tick longer than its bytes could."""
+        begin = self._due - self._patience if self._what else self._since
+        return bool(self._what or self._stream is not None) and now >= begin + self._patience / TICKS
+
+    def _end_without_peer(self) -> None:
+        """End this rank if it waits for one that has ended: nccl and MPI do not notice that."""
+        wait = self._wait() if self._ranks else None
+        if wait is None or not self._is_overdue(time.monotonic()):
+            return
+        words = this_rank.first_over([*self._board.over(), *self._relay.over], self._ranks)
+        if words is not None:
+            self._end(this_rank.told(words, wait["what"], self._frame), alone=True)
+
+    @property
+    def _frame(self) -> FrameType | None:
+        """Return what the thread that waits runs."""
+        return sys._current_frames().get(self._thread)
 
     def _wait(self) -> dict[str, Any] | None:
         """Return what this rank waits for: a collective of the engine, or one that the program called itself."""
-        what, number, frame = self._what, self._waits, sys._current_frames().get(self._thread)
-        if what:
-            self._since = self._began
-            return {"what": what, "number": number, "where": where(frame)}
-        if self._stream is not None and (since := self._device_waits(number)):
-            self._since = since
-            return {"what": self._what_queued, "number": number, "where": where(frame)}
-        function_name, calls = _own_wait(frame), _calls()
-        if function_name is None or calls is None:
-            self._own = None
-            return None
-        if self._own != (function_name, calls):
-            self._own, self._own_began = (function_name, calls), time.monotonic()
-        self._since = self._own_began
-        return {"what": f"{function_name} of the program's own", "number": calls, "where": where(frame)}
+        number, frame = self._waits, self._frame
+        if self._what:
+            self._since, what = self._began, self._what
+        elif self._stream is not None and (since := self._device_waits(number)):
+            self._since, what = since, self._what_queued
+        else:
+            function_name, calls = _own_wait(frame), _calls()
+            if function_name is None or calls is None:
+                self._own = None
+                return None
+            if self._own != (function_name, calls):
+                self._own, self._own_began = (function_name, calls), time.monotonic()
+            self._since, what, number = self._own_began, f"{function_name} of the program's own", calls
+        return {"what": what, "number": number, "where": where(frame), "doing": this_rank.position(frame)}
 
     def _device_waits(self, number: int) -> float:
         """Return since when the device has not finished what it had to do; 0 if it has, or gets more."""
@@ -157,7 +181,7 @@ class Watchdog:
         self._silent_ticks = ticks = self._silent_ticks + 1 if self._beat == self._beat_judged else 0
         self._beat_judged = self._beat
         waits = self._what or self._relay.waiting or self._board.waits_here
-        if ticks < TICKS or not (waits or _own_wait(sys._current_frames().get(self._thread))):
+        if ticks < TICKS or not (waits or _own_wait(self._frame)):
             return
         seconds = ticks * self._patience / TICKS
         text = (
@@ -169,41 +193,35 @@ class Watchdog:
         if ticks >= TICKS * (1 if self._relay.holder_is_stopped() else SILENT):
             self._end(text)
 
-    def _end(self, why: str) -> None:
-        """Say why, and where this rank is; leave the others the time to say where they are; end the process."""
+    def _end(self, why: str, alone: bool = False) -> None:
+        """Say why, and where this rank is, unless that says it; end the process, and unless ``alone`` all others."""
         if self._ends:
             return
         self._ends = True
-        self._board.tell_end(why)
-        print(f"zeromesh: {why}\nThis rank, {self._rank}, was here:", file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(all_threads=True)
-        pause = 2.5 * self._patience / TICKS
-        stack = io.StringIO()
-        traceback.print_stack(sys._current_frames().get(self._thread), file=stack)
-        write_failure(why.splitlines()[0].rstrip(":"), f"{why}\n{stack.getvalue()}", EXIT_CODE, pause)
+        if not alone:
+            self._board.tell_end(why)
+        if alone or "\n" in why:  # it has a line of code for each rank
+            pause = 0.0
+            if not write_failure(why, "", EXIT_CODE, 0.0 if alone else LINGERS, waits=True):
+                this_rank.say_once(why)
+            if not alone:
+                this_rank.leave(why.splitlines()[0].rstrip(":"))
+        else:
+            pause = 2.5 * self._patience / TICKS  # others, too, say where they are
+            print(f"zeromesh: {why}\nThis rank, {self._rank}, was here:", file=sys.stderr, flush=True)
+            faulthandler.dump_traceback(all_threads=True)
+            stack = io.StringIO()
+            traceback.print_stack(self._frame, file=stack)
+            write_failure(why.splitlines()[0].rstrip(":"), f"{why}\n{stack.getvalue()}", EXIT_CODE, pause)
         time.sleep(pause)
         # The waiting thread is inside gloo, which cannot be interrupted.
         os._exit(EXIT_CODE)
 
 
-def where(frame: FrameType | None) -> str:
-    """Return ``FILE:LINE`` of the innermost call outside this package and torch; empty if there is none."""
-    for outer_frame in _outwards(frame):
-        if not outer_frame.f_code.co_filename.startswith(_PACKAGES):
-            return f"{outer_frame.f_code.co_filename[-LONGEST:]}:{outer_frame.f_lineno}"
-    return ""
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _own_wait(frame: FrameType | None) -> str | None:
     """Return the name of torch's function that the program waits in; None if it waits in none."""
     function_name = None
-    for outer_frame in _outwards(frame):
+    for outer_frame in outwards(frame):
         if os.path.basename(outer_frame.f_code.co_filename) not in ("distributed_c10d.py", "c10d_logger.py"):
             break
         if any(part in outer_frame.f_code.co_name for part in _OWN_WAITS):

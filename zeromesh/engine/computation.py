@@ -14,8 +14,10 @@ from zeromesh.base.chain import Chain
 from zeromesh.base.containers import map_tensors, moved
 from zeromesh.base.dtypes import explaining
 from zeromesh.base.precision import Precision
+from zeromesh.comm.course import this_rank
 from zeromesh.engine import batches
 from zeromesh.engine.curriculum import LengthCurriculum
+from zeromesh.engine.first_batches import FirstBatches
 from zeromesh.engine.observe.observer import Observer
 from zeromesh.engine.reports import explained
 from zeromesh.shard.sharded import ShardedModel
@@ -57,6 +59,7 @@ class Computation:
         self._sharing = [axis for axis, role in AXES.items() if role.same_loss and self._mesh.sizes[axis] > 1]
         self._has_stages = self._mesh.sizes["pipeline"] > 1
         self._has_compared = False
+        self.first_batches = FirstBatches(self._mesh)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -64,8 +67,20 @@ class Computation:
         mismatch = explaining(
             self._model, self._precision.compute, self._mesh.device, "data_types.keep_in_fp32_modules"
         )
-        with self._observer.phase(name), explained(self._explain), mismatch:
+        with this_rank.within(self._described(name)), self._observer.phase(name), explained(self._explain), mismatch:
             yield
+
+    def _described(self, phase: str) -> str:
+        """Return what a phase is called by those who wait in it."""
+        accumulation = self._sharded.accumulation
+        place = f"micro-batch {accumulation.backwards + 1} of {accumulation.steps}"
+        which = f" of {place}" if accumulation.steps > 1 else ""
+        return {
+            "forward": f"the forward{which}",
+            "backward": f"the backward{which}",
+            "evaluation": "a forward without gradients",
+            "step": "the step",
+        }[phase]
 
     def _computing(self) -> AbstractContextManager[None]:
         return self.phase("forward" if torch.is_grad_enabled() else "evaluation")
@@ -90,7 +105,12 @@ class Computation:
         """Return another method of the model as one that may use its parameters."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            with self._computing(), self._sharded.events.computing(), autocast(self._mesh.device, self._precision):
+            with (
+                this_rank.within(f"{getattr(function, '__name__', 'a method of the model')}()"),
+                self._computing(),
+                self._sharded.events.computing(),
+                autocast(self._mesh.device, self._precision),
+            ):
                 return function(*args, **kwargs)
 
         return call
@@ -120,6 +140,7 @@ class Computation:
 
     def note_size(self, inputs: Any) -> None:
         """Compare a micro-batch with the configured size, and keep its samples for a comparison of the ranks."""
+        self.first_batches.note(inputs)
         size = self._sizes.compare(inputs)
         self._sharded.accumulation.samples.append(float("nan") if size is None else float(size))
 

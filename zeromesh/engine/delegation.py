@@ -7,6 +7,8 @@ from functools import wraps
 from operator import attrgetter
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
+from zeromesh.comm.course import this_rank
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -42,7 +44,8 @@ def of_part(part: str, method: Callable[Concatenate[Any, P], T]) -> Callable[Con
 
     @wraps(method)
     def call(engine: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        result: T = getattr(getattr(engine, part), name)(*args, **kwargs)
+        with this_rank.within(f"{name}()"):
+            result: T = getattr(getattr(engine, part), name)(*args, **kwargs)
         return result
 
     return call

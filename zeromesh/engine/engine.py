@@ -18,6 +18,7 @@ import torch
 from zeromesh.base.signatures import refuse
 from zeromesh.base.spans import span
 from zeromesh.base.words import counted
+from zeromesh.comm.course import this_rank
 from zeromesh.comm.rank import record_step
 from zeromesh.engine import batches
 from zeromesh.engine.delegation import Attribute, of_part
@@ -344,7 +345,8 @@ class Engine:
             for batch in micro_batches:  # inputs of stages are activations, of which forwards could not tell
                 self._computation.note_size(batch)
             try:
-                self._accumulation.note_all(self.stage_work.train(micro_batches))
+                with this_rank.within("the stages of the pipeline"):
+                    self._accumulation.note_all(self.stage_work.train(micro_batches))
             except BaseException:
                 self.zero_grad()
                 raise
@@ -417,11 +419,13 @@ class Engine:
             with torch.no_grad():
                 inputs = [next(data_iter) for _ in range(count)]
                 stages = self.stage_work
-                losses = [*map(self._computation.loss, inputs)] if stages is None else stages.evaluate(inputs)
+                with this_rank.within("eval_batch()"):
+                    losses = [*map(self._computation.loss, inputs)] if stages is None else stages.evaluate(inputs)
         finally:
             for module, mode in modes:  # some may be in evaluation mode for good, as frozen parts
                 module.training = mode  # not train(), which a model may override and which goes down to children
-        return self._mean(losses)
+        with this_rank.within("eval_batch()"):
+            return self._mean(losses)
 
     def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
         total = sum((loss.detach().double().cpu().reshape(()) for loss in losses), torch.zeros((), dtype=torch.float64))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeromesh.checkpoint.copies.background import BackgroundSaves
 from zeromesh.checkpoint.copies.copies import MemoryCopies
+from zeromesh.comm.course import this_rank
 from zeromesh.comm.health import Health
 from zeromesh.engine import reports
 from zeromesh.engine.batches import MicroBatchSizes
@@ -49,7 +50,9 @@ class EngineState:
         self.background = BackgroundSaves(plan.mesh)
         peer_copies = plan.settings.checkpoint.peer_copies
         self.copies = MemoryCopies(plan.mesh, peer_copies) if peer_copies else None
-        self.update = Update(sharded, plan.settings, placing.optimizer, self.background.failed)
+        self.update = Update(
+            sharded, plan.settings, placing.optimizer, self.computation.first_batches, self.background.failed
+        )
         self.loss_scaler = self.update.scaler
         self.health = Health(plan.mesh)
 
@@ -86,12 +89,14 @@ class EngineState:
         """Take the counters of a checkpoint."""
         self.global_steps, self.global_samples, self.micro_steps = global_steps, global_samples, micro_steps
         self.update.resume(skipped_steps)
+        this_rank.reach(global_steps)
         self.begin_update()
 
     def count_update(self, samples: int) -> None:
         """Count an update of so many samples, skipped or not; the micro-batches are used up."""
         self.global_steps += 1
         self.global_samples += samples
+        this_rank.reach(self.global_steps)
         self.begin_update()
         if self.training_dataloader is not None:
             self.resume_data()

@@ -19,6 +19,7 @@ from zeromesh.base.placement import Placement, Tier
 from zeromesh.base.spans import span
 from zeromesh.comm.stragglers import Stragglers
 from zeromesh.engine.batches import require_same_inputs, tell_uneven
+from zeromesh.engine.first_batches import FirstBatches
 from zeromesh.engine.replicas import require_equal_replicas
 from zeromesh.parallel.head.logits import expire
 from zeromesh.shard.optim.bound import answer, pieces_hidden, steps_in_parts
@@ -62,6 +63,7 @@ class Update:
         sharded: ShardedModel,
         config: Resolved,
         optimizer: Optimizer | None,
+        first_batches: FirstBatches,
         save_failed: Callable[[], bool] = lambda: False,
     ) -> None:
         scaler = sharded.accumulation.scaler
@@ -81,6 +83,7 @@ class Update:
         # Gradients of states on the host are not the optimizer's own either.
         shards = sharded.row.optimizer is Placement.SHARDED and self._mesh.shard.size > 1
         self._holds_pieces = shards or self._mesh.sizes["tensor"] > 1 or sharded.updates_on_host
+        self._first_batches = first_batches
         self._asked, self._skipped_in_a_row = 0, 0
         self._save_failed, self._told_uneven = save_failed, False
         self._sharing = [axis for axis, role in AXES.items() if role.same_loss and self._mesh.sizes[axis] > 1]
@@ -123,7 +126,9 @@ class Update:
         self._accumulation.restart()
         notes = Notes(*agreement.largest)
         self.asked = self._all_asked(asked) if notes.asks else 0
-        self.stragglers.hear(*agreement.sums[:, 2:].T.tolist())
+        fingerprints, *seconds = agreement.sums[:, 2:].T.tolist()
+        self._first_batches.hear(fingerprints)
+        self.stragglers.hear(*seconds)
         self.save_failed = bool(notes.save_failed)
         if notes.differs:
             self._require_same_losses(sum(losses), inputs)
@@ -207,8 +212,8 @@ class Update:
 
     def _notes(
         self, losses: Sequence[float], inputs: float, samples: float, asked: int
-    ) -> tuple[Notes, tuple[float, float, float, float]]:
-        """Return this rank's notes, and what is summed: losses, their number, and its seconds (``Stragglers.tell``)."""
+    ) -> tuple[Notes, tuple[float, ...]]:
+        """Return this rank's notes, and what is summed: losses, their number, ``FirstBatches.tell``, its seconds."""
         finite = [isfinite(loss) for loss in losses]
         bad = -inf if all(finite) else -(self._mesh.rank * MOST_LOSSES + finite.index(False))
         notes = Notes(
@@ -219,7 +224,7 @@ class Update:
             most_samples=samples if samples > 0 else -inf,
             fewest_samples=-samples if samples > 0 else -inf,
         )
-        return notes, (sum(losses), float(len(losses)), *self.stragglers.tell())
+        return notes, (sum(losses), float(len(losses)), self._first_batches.tell(), *self.stragglers.tell())
 
     def _all_asked(self, asked: int) -> int:
         """Return the bits of the numbers that all ranks were asked. Collective."""

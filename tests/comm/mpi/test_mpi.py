@@ -228,7 +228,7 @@ if rank == 0:
     ("body", "well", "parts"),
     [
         (RAISED, False, ("ZeroDivisionError: what went wrong",)),
-        (LEFT, False, ("exchange over the axis data", "waits for rank 1, which has ended")),
+        (LEFT, False, ("rank 1 ended after 0 updates; rank 0 waits in update 1 (exchange over the axis data",)),
         (KILLED, False, ()),
         (ONE_AFTER_THE_OTHER, True, ("gathered 1.0",)),
     ],

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zeromesh.base.containers import map_tensors, tensors_of
+from zeromesh.comm.course import PeerLost
 from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.gradients.accumulation import Accumulation
 from zeromesh.shard.gradients.backward import Backward
@@ -74,7 +75,11 @@ class Events:
                 if new:
                     call = Call(unit, self.backward.latest if computing_backward() else self.order.current)
                     self.backward.listen(call, new)
-            self.forward_ends(unit, call is not None)
+            try:
+                self.forward_ends(unit, call is not None)
+            except PeerLost:
+                if output is not None:  # else one like it is being raised, and torch would warn of this one
+                    raise
             return replaced
 
         return [
