@@ -79,6 +79,7 @@ def close(loop: Loop, began: float, start: Progress, reached: Progress, console:
         "training_loss": steps[-1]["loss"],
         "validation_loss": score.loss if score else None,  # of all held-out text
         "bits_per_byte": score.bits_per_byte if score else None,
+        "best": loop.best.state if job.run.watches_loss else None,  # of the evaluations between steps
         "peak_memory": peaks,  # by rank; all below is of the first rank
         "memory": memory,
         "prediction": prediction,  # null after a short run

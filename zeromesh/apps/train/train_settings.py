@@ -209,10 +209,24 @@ class SampleSettings(Section):
     temperature: CountFloat = key(0.8, "Sampling temperature. 0: always the most likely token.")
 
 
-class RunSettings(Section):
-    """Steps, ranks and output of a run of zeromesh train."""
+class EarlyStop(Section):
+    """The end of a run whose evaluation loss falls no more."""
 
-    steps: PositiveInt = key(..., "Number of updates.")
+    patience: PositiveInt = key(3, "Evaluations in a row without a lower loss after which the run ends.")
+    min_delta: CountFloat = key(0.0, "Nats per token by which a loss must be lower to count.")
+
+
+class RunSettings(Section):
+    """Length, ranks and output of a run of zeromesh train."""
+
+    steps: PositiveInt | None = key(None, "Number of updates. Null: epochs decides.")
+    epochs: PositiveFloat | None = key(None, "Passes over the training samples. Null: steps decides.", le=1e6)
+    early_stop: EarlyStop | None = key(
+        None, "End before that if the loss of the evaluations every evaluate_every steps falls no more."
+    )
+    keep_best: bool = key(
+        False, "Keep the checkpoint with the lowest evaluation loss under the tag best, which keep_last never deletes."
+    )
     output: str = key("runs/train", "Folder for everything that the run writes.")
     evaluate_every: CountInt = key(100, "Steps between validations. 0: only at the end.")
     evaluate_batches: PositiveInt = key(20, "Micro-batches per rank in a validation.")
@@ -228,6 +242,18 @@ class RunSettings(Section):
     )
     log_every: PositiveInt = key(10, "Steps between two lines in the log.")
     sample: SampleSettings = key(SampleSettings(), "Texts to generate at the end of the run.")
+
+    @model_validator(mode="after")
+    def _has_one_length(self) -> Self:
+        if (self.steps is None) == (self.epochs is None):
+            both = f"steps = {self.steps} and epochs = {self.epochs} both give its length; leave out one of them"
+            raise ValueError("needs steps or epochs" if self.steps is None else both)
+        return self
+
+    @property
+    def watches_loss(self) -> bool:
+        """True if evaluations decide about the end of the run or the best checkpoint."""
+        return self.keep_best or self.early_stop is not None
 
 
 # Schedules with rates of their own, which are the same for all groups of parameters.
@@ -265,6 +291,18 @@ class ResolvedTrainSettings(Resolved, TrainSettings):
 
 
 TRAIN_REFUSALS: list[Refusal[TrainSettings]] = [
+    (
+        lambda s: s.run and s.run.watches_loss and s.run.evaluate_every == 0,
+        "run.early_stop and run.keep_best compare evaluations between steps, and run.evaluate_every = 0 makes none; "
+        "set it to a number of steps",
+    ),
+    (
+        lambda s: (
+            s.run and s.run.watches_loss and s.data and s.data.validation is None and not s.data.validation_fraction
+        ),
+        "run.early_stop and run.keep_best need held-out text, and data.validation_fraction = 0.0 leaves none; set it "
+        "to 0.02, or name text in data.validation",
+    ),
     (
         lambda s: s.model is not None and s.huggingface is not None,
         "model and huggingface both describe the model to train; keep one of them",
