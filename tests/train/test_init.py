@@ -14,7 +14,7 @@ from commands import call
 from zeromesh.apps.cli.main import app
 from zeromesh.apps.train.starting_config import (
     Data,
-    Device,
+    TrainDevice,
     Model,
     Size,
     Start,
@@ -36,7 +36,7 @@ CONFIG = {
     "max_position_embeddings": 64,
     "vocab_size": 300,
 }
-SMALL_GPU = Device("gpu", 1, 24e9, "bf16", here=True)
+SMALL_GPU = TrainDevice("gpu", 1, 24e9, "bf16", here=True)
 
 
 @pytest.fixture
@@ -84,18 +84,23 @@ def test_questions_are_asked_again_after_a_wrong_answer(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("parameters", "device", "lora", "expected"),
     [
-        (1e8, Device("cpu", 1, 16e9, None, here=True), False, {"stage": 0}),
+        (1e8, TrainDevice("cpu", 1, 16e9, None, here=True), False, {"stage": 0}),
         (5e8, SMALL_GPU, False, {"stage": 0}),
         (7e9, SMALL_GPU, True, {"stage": 3, "offload_optimizer": {"device": "cpu"}}),
         (3e9, SMALL_GPU, True, {"stage": 0}),
-        (1e9, Device("gpu", 8, 80e9, "bf16", here=True), False, {"stage": 2}),
-        (1.4e10, Device("gpu", 8, 80e9, "bf16", here=True), False, {"stage": 3}),
-        (7e10, Device("gpu", 8, 80e9, "bf16", here=True), True, {"stage": 3}),
-        (7e10, Device("gpu", 8, 80e9, "bf16", here=True), False, {"stage": 3, "offload_optimizer": {"device": "cpu"}}),
+        (1e9, TrainDevice("gpu", 8, 80e9, "bf16", here=True), False, {"stage": 2}),
+        (1.4e10, TrainDevice("gpu", 8, 80e9, "bf16", here=True), False, {"stage": 3}),
+        (7e10, TrainDevice("gpu", 8, 80e9, "bf16", here=True), True, {"stage": 3}),
+        (
+            7e10,
+            TrainDevice("gpu", 8, 80e9, "bf16", here=True),
+            False,
+            {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        ),
     ],
 )
 def test_the_stage_follows_from_what_a_device_holds(
-    parameters: float, device: Device, lora: bool, expected: dict[str, Any]
+    parameters: float, device: TrainDevice, lora: bool, expected: dict[str, Any]
 ) -> None:
     start = Start(Model("m", None, parameters, 4096, True), Data("a.jsonl", None, "chat"), device, lora, "runs/m")
     document = document_of(start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from pathlib import Path
@@ -16,9 +17,10 @@ from zeromesh.apps.train.data.ordered_loader import training_samples
 from zeromesh.apps.train.data.prepare_text import prepare
 from zeromesh.apps.train.metrics import read_metrics
 from zeromesh.apps.train.run_folder import RunFolder
-from zeromesh.apps.train.train_settings import EarlyStop, TrainSettings
+from zeromesh.apps.train.train_settings import WITH_TOTAL, EarlyStop, TrainSettings
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.config.errors import ConfigError
+from zeromesh.shard.optim.schedules import SCHEDULES
 
 
 def config(corpus: Path, folder: Path, name: str = "run", **run: Any) -> Path:
@@ -82,6 +84,11 @@ def test_a_length_that_is_none_is_refused(run: dict[str, Any], expected: str) ->
     with pytest.raises(ConfigError) as caught:
         TrainSettings.load({"run": run})
     assert expected in str(caught.value)
+
+
+def test_all_schedules_with_a_number_of_steps_are_known() -> None:
+    makers = {name.lower(): inspect.signature(make).parameters for name, make in SCHEDULES.items()}
+    assert sorted(WITH_TOTAL) == sorted(name for name, names in makers.items() if "total_num_steps" in names)
 
 
 def test_patience_counts_evaluations_without_a_lower_loss() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Set
 from dataclasses import dataclass, replace
@@ -21,13 +20,12 @@ from zeromesh.apps.train.data.token_store import PreparedData, first_beyond
 from zeromesh.apps.train.data.tokenizer import load_tokenizer
 from zeromesh.apps.train.model import LanguageModel, Transformer, language_model
 from zeromesh.apps.train.run_folder import RunFolder
-from zeromesh.apps.train.train_settings import ResolvedTrainSettings, RunSettings, TextData, TrainSettings
+from zeromesh.apps.train.train_settings import WITH_TOTAL, ResolvedTrainSettings, RunSettings, TextData, TrainSettings
 from zeromesh.base.words import counted
 from zeromesh.comm.detect import is_launched, may_restart
 from zeromesh.config.printing import changes
 from zeromesh.engine.initialize.trial import try_out
 from zeromesh.parallel.context.sequence_order import require_length
-from zeromesh.shard.optim.schedules import SCHEDULES
 
 FREE = frozenset(
     {
@@ -106,7 +104,7 @@ class Job:
         """Return the run in so many updates, which a schedule without a length of its own has, too."""
         run = self.run.model_copy(update={"steps": steps, "epochs": None})
         scheduler = self.settings.scheduler
-        if scheduler is not None and TOTAL not in scheduler.params and takes_total(scheduler.type):
+        if scheduler is not None and TOTAL not in scheduler.params and scheduler.type.lower() in WITH_TOTAL:
             scheduler = scheduler.model_copy(update={"params": {**scheduler.params, TOTAL: steps}})
         return replace(self, settings=self.settings.model_copy(update={"run": run, "scheduler": scheduler}), run=run)
 
@@ -147,13 +145,6 @@ def check(settings: TrainSettings) -> Job:
     if job.run.resume:
         require_unchanged(job.folder, resolved, {f"scheduler.params.{TOTAL}"} if job.run.steps is None else set())
     return job
-
-
-def takes_total(scheduler: str) -> bool:
-    """Return whether a schedule of this name has the number of all steps as a parameter."""
-    makers = {name.lower(): make for name, make in SCHEDULES.items()}
-    make = makers.get(scheduler.lower())
-    return make is not None and TOTAL in inspect.signature(make).parameters
 
 
 def _mesh(job: Job) -> dict[str, int]:

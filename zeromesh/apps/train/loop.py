@@ -139,7 +139,7 @@ class Loop:
                 ends = ends or self.best.ends(run.early_stop)
                 # The end of the run has an evaluation of its own, on all held-out text.
                 if not ends:
-                    self.show_score(progress, score, whole=False)
+                    self.show_score(progress, score, on_all=False)
         return self._due(progress, run.save_every) and self._save(progress, last=ends)
 
     def _compare(self, progress: Progress, score: Score) -> None:
@@ -149,12 +149,12 @@ class Loop:
         if self.best.add(progress.step, loss, self.job.run.early_stop) and self.job.run.keep_best:
             self._save(progress, tag=BEST)
 
-    def show_score(self, progress: Progress, score: Score, whole: bool = True) -> None:
+    def show_score(self, progress: Progress, score: Score, on_all: bool = True) -> None:
         """Log and show an evaluation, on the whole held-out text or on a part of it."""
         if self.metrics is not None:
             self.metrics.write("validation", progress.step, loss=score.loss, bits_per_byte=score.bits_per_byte)
         self.engine.monitor.write({"Validation/Samples/loss": score.loss})
-        text = "all held-out text" if whole else "a part of the held-out text"
+        text = "all held-out text" if on_all else "a part of the held-out text"
         bits = "" if score.bits_per_byte is None else f"  {score.bits_per_byte:.3f} bits per byte"
         self.display.line(f"step {progress.step}/{self.job.steps}  validation loss {score.loss:.3f}{bits}, on {text}")
 
@@ -218,8 +218,8 @@ class Loop:
 
     def _client_state(self, progress: Progress) -> dict[str, Any]:
         """Return what a resumed run needs beside the engine's state."""
-        own = {"samples": progress.samples, "seconds": progress.seconds, "origins": self.job.origins}
-        return own | ({"best": self.best.state} if self.job.run.watches_loss else {})
+        state = {"samples": progress.samples, "seconds": progress.seconds, "origins": self.job.origins}
+        return state | ({"best": self.best.state} if self.job.run.watches_loss else {})
 
     def _save(self, progress: Progress, last: bool = False, tag: str | None = None) -> bool:
         """Write a checkpoint, or begin to (``checkpoint.asynchronous``), and return whether this succeeded.

@@ -85,7 +85,7 @@ class Data(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Device:
+class TrainDevice:
     """Devices of one kind."""
 
     kind: str  # of ``DEVICES``
@@ -101,7 +101,7 @@ class Start:
 
     model: Model
     data: Data
-    device: Device
+    device: TrainDevice
     lora: bool
     output: str
 
@@ -192,7 +192,7 @@ def data_named(source: str, model: Model) -> Data:
     return Data(source, sum(document.size for document in documents), kind)
 
 
-def device_named(kind: str | None) -> Device:
+def device_named(kind: str | None) -> TrainDevice:
     """Return the devices of a kind, by default those at hand; raise ValueError for another word."""
     if kind not in (None, *DEVICES):
         raise ValueError(f"{kind!r} is no device; choose one of {', '.join(DEVICES)}")
@@ -203,14 +203,18 @@ def device_named(kind: str | None) -> Device:
     from zeromesh.comm.detect import Environment, is_launched
 
     ranks = Environment.detect().world_size if is_launched() else None
-    found = devices()
-    if kind == "cpu" or (kind is None and not found):
+    accelerators = devices()
+    if kind == "cpu" or (kind is None and not accelerators):
         facts = memory()
         sizes = [size for size in (facts["total_bytes"], facts["limit_bytes"]) if size]
-        return Device("cpu", ranks or 1, min(sizes, default=8e9), None, not found)
-    total = min((device["memory_bytes"] or GPU_BYTES for device in found), default=GPU_BYTES)
-    has_bf16 = not found or found[0]["type"] != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-    return Device("gpu", ranks or len(found) or 1, total, "bf16" if has_bf16 else "fp16", bool(found))
+        return TrainDevice("cpu", ranks or 1, min(sizes, default=8e9), None, not accelerators)
+    total = min((device["memory_bytes"] or GPU_BYTES for device in accelerators), default=GPU_BYTES)
+    has_bf16 = (
+        not accelerators or accelerators[0]["type"] != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    )
+    return TrainDevice(
+        "gpu", ranks or len(accelerators) or 1, total, "bf16" if has_bf16 else "fp16", bool(accelerators)
+    )
 
 
 def start_of(model: str, data: str, device: str | None = None, lora: bool | None = None, output: str = "") -> Start:

@@ -257,6 +257,7 @@ class RunSettings(Section):
 
 
 # Schedules with rates of their own, which are the same for all groups of parameters.
+WITH_TOTAL = ("warmupdecaylr", "warmupcosinelr", "wsd")  # schedules with the number of all steps as a parameter
 ONE_RATE = ("warmuplr", "warmupdecaylr", "onecycle", "lrrangetest")
 
 
