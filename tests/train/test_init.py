@@ -14,10 +14,10 @@ from commands import call
 from zeromesh.apps.cli.main import app
 from zeromesh.apps.train.starting_config import (
     Data,
-    TrainDevice,
     Model,
     Size,
     Start,
+    TrainDevice,
     commented,
     configuration_of,
     document_of,
