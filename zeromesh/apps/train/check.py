@@ -74,6 +74,8 @@ class Job:
             raise ValueError(
                 f"zeromesh train needs the section {'data' if data is None else 'run'!r} in the configuration"
             )
+        if settings.dpo is not None:
+            data = data.model_copy(update={"format": "preference"})
         if data.tokenizer is None and language.tokenizer is not None:
             data = data.model_copy(update={"tokenizer": language.tokenizer})
         return cls(settings.model_copy(update={"data": data}), language, data, run)
@@ -93,6 +95,16 @@ class Job:
         data = self.data.model_copy(update={"vocabulary_size": size}) if trained else self.data
         settings = self.settings.model_copy(update={"model": model, "data": data})
         return replace(self, settings=settings, language=language_model(settings), data=data)
+
+    @property
+    def rows_per_sample(self) -> int:
+        """Rows that the model computes for a sample: one, or one for each answer."""
+        return 1 if self.settings.dpo is None else 2
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Tokens that the model computes for a sample."""
+        return self.rows_per_sample * self.language.sequence_length
 
     @property
     def steps(self) -> int:
@@ -185,6 +197,14 @@ def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> P
             "mesh.context > 1: attention over several ranks cannot hide the documents of a sample from each "
             'other; set data.document_attention to false, data.packing to "pad", or mesh.context to 1'
         )
+    pairs = [part.pairs for part in (*prepared.train, *prepared.validation)]
+    if any(pairs) and job.settings.dpo is None:
+        raise ValueError(
+            "data.train has records with a chosen and a rejected answer, which dpo learns from; add a section dpo, "
+            'as with --set dpo.beta=0.1, or name other keys in data.prompt_key and data.response_key ("chosen")'
+        )
+    if not all(pairs) and job.settings.dpo is not None:
+        raise ValueError("dpo needs records of prompt, chosen and rejected, and data.train has tokens; leave dpo out")
     vocabulary = job.language.vocabulary or prepared.vocabulary
     # A larger vocabulary than the tokenizer's is usual: models round theirs up.
     if prepared.tokenizer is None and job.run.sample.prompts:

@@ -103,7 +103,7 @@ class Loop:
         # All labels of the global batch have the same weight, wherever they are, so they are counted before.
         with self.times.spend(Spent.DATA):
             local_batches = [next(batches) for _ in range(self.share.micro_batches)]
-        micro_batches, _ = weighted(self.engine, self.job.language, local_batches)
+        micro_batches, _ = weighted(self.engine, self.job.language, local_batches, self.job.settings.dpo)
         self.engine.train_batch(iter(micro_batches))
         loss = self.engine.get_mean_loss()
         assert loss is not None
@@ -151,16 +151,21 @@ class Loop:
 
     def show_score(self, progress: Progress, score: Score, on_all: bool = True) -> None:
         """Log and show an evaluation, on the whole held-out text or on a part of it."""
+        accuracy = {} if score.accuracy is None else {"accuracy": score.accuracy}
         if self.metrics is not None:
-            self.metrics.write("validation", progress.step, loss=score.loss, bits_per_byte=score.bits_per_byte)
+            self.metrics.write(
+                "validation", progress.step, loss=score.loss, bits_per_byte=score.bits_per_byte, **accuracy
+            )
         self.engine.monitor.write({"Validation/Samples/loss": score.loss})
         text = "all held-out text" if on_all else "a part of the held-out text"
         bits = "" if score.bits_per_byte is None else f"  {score.bits_per_byte:.3f} bits per byte"
+        if score.accuracy is not None:
+            bits += f"  {score.accuracy:.1%} of the chosen answers preferred"
         self.display.line(f"step {progress.step}/{self.job.steps}  validation loss {score.loss:.3f}{bits}, on {text}")
 
     def _log(self, progress: Progress, logged: Progress, loss: float, rate: float, peak_speed: float) -> float:
         """Log a step, and return the peak operations per second, which is raised if the step was faster."""
-        tokens = (progress.samples - logged.samples) * self.job.language.sequence_length
+        tokens = (progress.samples - logged.samples) * self.job.tokens_per_sample
         speed = tokens / (progress.seconds - logged.seconds)
         achieved = speed * self.flops_per_token
         # A short product measures the peak badly, and a share above 1 would be odd.
@@ -181,7 +186,7 @@ class Loop:
         self.display.step(Figures(progress.step, seconds_left=seconds_left, **figures))
         self._record(progress)
         if self.metrics is not None:
-            taken = {"samples": progress.samples, "tokens": progress.samples * self.job.language.sequence_length}
+            taken = {"samples": progress.samples, "tokens": progress.samples * self.job.tokens_per_sample}
             seconds = round(progress.seconds, 3)
             self.metrics.write("train", progress.step, **taken, **figures, seconds=seconds)
         return peak_speed
@@ -201,7 +206,7 @@ class Loop:
     @property
     def tokens_per_step(self) -> int:
         """Tokens that all ranks consume in one step."""
-        return self.share.global_batch * self.job.language.sequence_length
+        return self.share.global_batch * self.job.tokens_per_sample
 
     def _check(self, progress: Progress) -> None:
         """Check the hardware of all ranks."""

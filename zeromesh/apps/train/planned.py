@@ -31,6 +31,10 @@ def planned(config: Path | Mapping[str, Any], overrides: Sequence[str], settings
     if not asked:
         return settings
     job = Job.of(settings)
+    if settings.dpo is not None:
+        raise ValueError(
+            f'dpo: the planner knows no samples of two answers; write numbers instead of "auto" for {asked}'
+        )
     launched = is_launched()
     ranks = job.run.ranks
     environment = Environment.detect() if launched else Environment(world_size=ranks, local_world_size=ranks)

@@ -23,6 +23,7 @@ from zeromesh.apps.train.loop import Loop, Progress
 from zeromesh.apps.train.metrics import MetricsLog
 from zeromesh.apps.train.model import parameter_groups
 from zeromesh.apps.train.planned import planned
+from zeromesh.apps.train.reference import require_reference, write_reference
 from zeromesh.apps.train.run_folder import RunFolder
 from zeromesh.apps.train.run_loss import HeldOut, require_causal, require_document_attention
 from zeromesh.apps.train.run_report import close
@@ -174,17 +175,22 @@ def _train(job: Job, prepared: PreparedData, began: float) -> None:
                     raise ValueError(f"{path} does not say how many samples the run has taken; delete it")
                 start = Progress(engine.global_steps, int(state["samples"]), state["seconds"])
                 best = BestLoss.of(state.get("best"))
+        rows = engine.train_micro_batch_size_per_gpu()
+        if job.settings.dpo is not None:
+            if start.step == 0:
+                console.print("computing the reference's log-likelihoods of all answers")
+                write_reference(engine, job.language, prepared, rows, job.settings.dpo)
+            require_reference(prepared)
         if engine.mesh.rank == 0:
             # A configuration that is used again must not resume.
             again = engine.config.model_copy(update={"run": job.run.model_copy(update={"resume": False})})
             write_text(job.folder.config, again.to_json())
-        rows = engine.train_micro_batch_size_per_gpu()
         with Display(console, job.steps) as display:
             loop = Loop(
                 engine=engine,
                 job=job,
                 share=Share(engine.data_rank, engine.data_size, rows, engine.gradient_accumulation_steps()),
-                held_out=HeldOut(prepared, job.language, rows),
+                held_out=HeldOut(prepared, job.language, rows, job.settings.dpo),
                 flops_per_token=cost,
                 metrics=MetricsLog(job.folder.metrics, start.step) if engine.mesh.rank == 0 else None,
                 display=display,

@@ -112,6 +112,17 @@ class Lora(Section):
     )
 
 
+class Preference(Section):
+    """Direct preference optimization (DPO): learn from records which of two answers is the better one.
+
+    The reference is the model at the start of the run. Its log-likelihoods of all answers are computed once, before
+    the first step.
+    """
+
+    beta: PositiveFloat = key(0.1, "Weight of staying close to the reference.")
+    label_smoothing: CountFloat = key(0.0, "Share of records whose chosen answer may be the worse one.", lt=0.5)
+
+
 class WeightedSource(Section):
     """A part of a blend."""
 
@@ -156,7 +167,7 @@ class TextData(Section):
     validation_fraction: CountFloat = key(0.02, "Share of the training data to hold out if validation is null.", lt=1)
     revision: str = key("main", "Branch, tag or commit of data sets on the Hub.", min_length=1)
     suffixes: Names = key((), "File extensions to use in folders, such as .txt. Empty: all files.")
-    format: Literal["text", "response", "chat"] | None = key(
+    format: Literal["text", "response", "chat", "preference"] | None = key(
         None, "Kind of records. Null: found from the first record."
     )
     text_key: str = key("text", "Key of a record's text.")
@@ -267,6 +278,7 @@ class TrainSettings(Settings):
     model: ModelShape | None = key(None, "The language model of zeromesh train.")
     huggingface: HuggingFace | None = key(None, "A model of transformers, for zeromesh train.")
     lora: Lora | None = key(None, "Adapters of PEFT that zeromesh train adds to a model of transformers.")
+    dpo: Preference | None = key(None, "Preferences instead of text as what zeromesh train learns from: DPO.")
     data: TextData | None = key(None, "The training data of zeromesh train.")
     run: RunSettings | None = key(None, "Steps, ranks and output of zeromesh train.")
 
@@ -292,6 +304,15 @@ class ResolvedTrainSettings(Resolved, TrainSettings):
 
 
 TRAIN_REFUSALS: list[Refusal[TrainSettings]] = [
+    (
+        lambda s: s.dpo and s.mesh.context > 1,
+        "dpo compares whole answers, which mesh.context = {s.mesh.context} divides; set it to 1, and use mesh.tensor, "
+        "mesh.pipeline or zero_optimization.stage 3 for long answers",
+    ),
+    (
+        lambda s: s.dpo and s.data and s.data.format not in (None, "preference"),
+        "dpo learns from records of prompt, chosen and rejected, and data.format = {s.data.format}; leave one out",
+    ),
     (
         lambda s: s.run and s.run.watches_loss and s.run.evaluate_every == 0,
         "run.early_stop and run.keep_best compare evaluations between steps, and run.evaluate_every = 0 makes none; "
