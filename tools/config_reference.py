@@ -35,7 +35,7 @@ PURPOSES = {
     "large embedding tables": "embedding_tables",
     "metrics, traces, checks": "tensorboard wandb csv_monitor flops_profiler profile replica_check debug",
     "checkpoints": "checkpoint",
-    "`zeromesh train`": "model huggingface lora data run",
+    "`zeromesh train`": "model huggingface lora dpo data run",
 }
 """Rows of the first table: a purpose, and the sections that serve it."""
 

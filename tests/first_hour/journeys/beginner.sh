@@ -1,7 +1,7 @@
 # A beginner: a configuration by flags, a typo on the way, training, an interrupted and resumed run, and an answer.
 # expect: wrote chats.yaml: models/tiny
 # expect: zeromesh train chats.yaml
-# expect: epoch is not a known key; did you mean epochs?
+# expect: run.epoch is not a known key; did you mean run.epochs?
 # expect: run.epochs = 2 takes
 # expect: continue it with --resume
 # expect: lowest validation loss

@@ -41,6 +41,7 @@ RATES = ((50e6, 1e-3, 2e-3), (1e9, 5e-5, 3e-4), (float("inf"), 1e-5, 2e-4))
 """Learning rates of models of up to so many parameters: of all weights, and of adapters."""
 
 PREFERENCE_RATE = 0.1  # of these rates, for DPO
+PAIR_BYTES = 1000  # of a record of two answers, roughly
 
 MICRO_TOKENS = ((200e6, 16_384), (2e9, 8_192), (float("inf"), 4_096))
 """Tokens of a micro-batch on a GPU, for models of up to so many parameters."""
@@ -239,8 +240,9 @@ def document_of(start: Start) -> dict[str, Any]:
     size = model.size
     on_gpu, is_dpo = device.kind == "gpu", data.kind == "preference"
     length = size.length if size else min(model.positions, 1024 if on_gpu else 256)
-    # A token has about four bytes. An epoch should have at least sixteen updates.
-    samples = float("inf") if data.bytes is None else data.bytes / 4 / length
+    # An epoch should have at least sixteen updates. A token has about four bytes; each pair of answers is a sample.
+    sample_bytes = PAIR_BYTES if is_dpo else 4 * length
+    samples = float("inf") if data.bytes is None else data.bytes / sample_bytes
     most = 32 if on_gpu else 8
     batch = max(1, min(most, _power(samples / 16)) // device.count)
     micro = min(batch, _power(_row(MICRO_TOKENS, model.parameters)[1] / length)) if on_gpu else batch
