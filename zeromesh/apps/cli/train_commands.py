@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from zeromesh.apps.cli.command_errors import command_errors
 from zeromesh.apps.cli.layout_commands import verify_layout
+
+CONFIGURATIONS = (".json", ".yaml", ".yml")  # suffixes
 
 
 def train(
@@ -39,11 +41,13 @@ def train(
     if verify and data is None:
         verify_layout(config, overrides=overrides or ())
     with command_errors():
-        from zeromesh.apps.train.starting_config import configuration_of
-
         if verify and data is not None:
             raise ValueError("--verify compares a configuration file; write one with zeromesh init MODEL DATA")
-        source = configuration_of(str(config), data)
+        source: Any = config
+        if data is not None or config.suffix.lower() not in CONFIGURATIONS:  # a file needs no torch to be looked at
+            from zeromesh.apps.train.starting_config import configuration_of
+
+            source = configuration_of(str(config), data)
         from zeromesh.apps.train.train_run import train as run
 
         run(source, overrides or [], "auto" if auto_resume else resume)
