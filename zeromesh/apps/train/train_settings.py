@@ -258,7 +258,7 @@ class RunSettings(Section):
     def _has_one_length(self) -> Self:
         if (self.steps is None) == (self.epochs is None):
             both = f"steps = {self.steps} and epochs = {self.epochs} both give its length; leave out one of them"
-            raise ValueError("needs steps or epochs" if self.steps is None else both)
+            raise ValueError("needs steps or epochs" if self.steps is None else f"{both}, or set it to null")
         return self
 
     @property
