@@ -35,7 +35,7 @@ PURPOSES = {
     "large embedding tables": "embedding_tables",
     "metrics, traces, checks": "tensorboard wandb csv_monitor flops_profiler profile replica_check debug",
     "checkpoints": "checkpoint",
-    "`zeromesh train`": "model huggingface lora data run",
+    "`zeromesh train`": "model huggingface lora dpo data run",
 }
 """Rows of the first table: a purpose, and the sections that serve it."""
 
@@ -54,8 +54,8 @@ INTRODUCTION = f"""# Configuration
 
 <!-- Written by `{COMMAND}`; change the settings, not this page. -->
 
-This page lists every key of a configuration. A configuration is a JSON file in DeepSpeed's format, or a dict of the
-same form. An existing `ds_config.json` usually works unchanged; otherwise an error lists the keys that do not.
+This page lists every key of a configuration. A configuration is a JSON or YAML file in DeepSpeed's format, or a dict
+of the same form. An existing `ds_config.json` usually works unchanged; otherwise an error lists the keys that do not.
 
 ```json
 {{
@@ -81,6 +81,9 @@ same form. An existing `ds_config.json` usually works unchanged; otherwise an er
   be `"{UNSET}"`. Neither may `enabled` of `fp16` and `bf16`, unless another precision is on.
 - **Types** are not converted: `"32"` is not a number, and `1` is not `true`. Whole numbers may be written as `5e8`. A
   list of strings may be written as one string.
+- **YAML**: a file whose name ends in `.yaml` or `.yml` has the same keys. It is read as YAML 1.2: `1e-5` is a
+  number, only `true` and `false` are truth values (`yes`, `no`, `on` and `off` are strings), and `010` is a string.
+  References (`*name`) and tags are refused.
 - **Comments** are allowed (`//`, `#`, `/* */`, and keys named `comment`, `//` or `_comment...`), and so is a comma
   after the last entry.
 - **Command line**: `--set zero_optimization.stage=3` changes one key. A value that is not JSON is a string.

@@ -77,7 +77,7 @@ def initialize(
             greater than 1, the first samples are read once more, to see what the model does.
         lr_scheduler: one built on ``optimizer``, or a function from an optimizer to one.
         collate_fn: for the loader.
-        config: path of a JSON file in DeepSpeed's format, a dict of the same form, or settings.
+        config: path of a JSON or YAML file in DeepSpeed's format, a dict of the same form, or settings.
         mesh: the ranks; made from the configuration by default.
         loss_fn: from the model's output and the labels to the loss, for ``train_batch``, if the model returns no loss.
         args: an object whose ``deepspeed_config`` names the file, as DeepSpeed's launcher makes it.

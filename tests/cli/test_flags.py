@@ -81,6 +81,15 @@ ROWS = [
         full=True,  # as all rows with a run that has been trained; tests/train/test_train_cli.py resumes by default
     ),
     *real(
+        "init",
+        "tiny python-stdlib --file {out}.yaml",
+        ("--device", "--device gpu", "GPU of 24"),
+        ("--lora", "--lora", "LoRA adapts weights that are trained"),
+        ("--output", "--output runs/mine", "output: runs/mine"),
+        ("--file", "--file {out}2.yaml", r"wrote OUT2\.yaml"),
+    ),
+    Row("init", "--force", "tiny python-stdlib --file {existing}", "--force", "wrote"),
+    *real(
         "sample",
         "{run} def",
         ("--tokens", "--tokens 3", shorter),
@@ -283,6 +292,11 @@ class Files:
 
     def _theirs(self) -> Path:
         return write_config(self.folder / "theirs", {"train_batch_size": 2, "bfloat16": {"enabled": True}})
+
+    def _existing(self) -> Path:
+        path = self.folder / "existing.yaml"
+        path.write_text("seed: 1")
+        return path
 
     def _script(self) -> Path:
         path = self.folder / "site.py"

@@ -250,7 +250,7 @@ def test_a_hostile_override_is_an_error_of_the_command(override: str, folder: Pa
 
 
 def test_a_device_is_not_read_as_a_configuration() -> None:
-    with pytest.raises(ConfigError, match="is a device; give the path of a JSON file"):
+    with pytest.raises(ConfigError, match="is a device; give the path of a JSON or YAML file"):
         TrainSettings.load("/dev/zero")
 
 

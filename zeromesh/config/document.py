@@ -1,4 +1,4 @@
-"""Reading of a configuration, from a path or a dict: no comments, no key twice, one name per key, nothing "unset"."""
+"""Configurations from JSON, YAML or a dict: no comments, no key twice, one name per key, nothing "unset"."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from zeromesh.base.words import show
 from zeromesh.config.curriculum_section import sampled_by_length
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.special_keys import RENAMED, UNSET
+from zeromesh.config.yaml_document import SUFFIXES, YamlError, read_yaml
 
 SCHEMA = "$schema"  # key by which a file names its schema for the user's editor
 DEEPEST = 50  # levels of objects and lists; far below Python's limit of recursion, which later steps rely on
@@ -37,7 +38,7 @@ def read_document(source: str | Path | Mapping[str, Any], overrides: Sequence[st
     """Return the configuration as a fresh dict, with the overrides in place, other names replaced, "auto" left out.
 
     Raises:
-        ConfigError: no such file, not JSON, not an object, a key twice, or an override that cannot be read.
+        ConfigError: no such file, no JSON or YAML, not an object, a key twice, or an override that cannot be read.
     """
     document = whole_document(source, overrides)
     document.pop(SCHEMA, None)
@@ -60,19 +61,23 @@ def whole_document(source: str | Path | Mapping[str, Any], overrides: Sequence[s
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object of a file; raise ConfigError where there is none, or a key stands in it twice."""
+    """Return the object of a JSON or YAML file; raise ConfigError where there is none, or a key stands in it twice."""
     try:
         text = read_text(path, "utf-8-sig")  # editors on Windows begin a file with a mark
     except FileNotFoundError:
-        raise ConfigError(["there is no such file; give the path of a JSON file, or a dict"], str(path)) from None
+        raise ConfigError(
+            ["there is no such file; give the path of a JSON or YAML file, or a dict"], str(path)
+        ) from None
     except UnreadableFile as error:
-        raise ConfigError([f"{error.what}; give the path of a JSON file, or a dict"], str(path)) from None
+        raise ConfigError([f"{error.what}; give the path of a JSON or YAML file, or a dict"], str(path)) from None
     except (OSError, ValueError) as error:
         raise ConfigError([f"cannot be read as a text file: {error}"], str(path)) from None
     try:
-        document = _parse(text, str(path))
+        document = _parse(text, str(path), is_yaml=path.suffix.lower() in SUFFIXES)
     except json.JSONDecodeError as error:
         raise ConfigError([_syntax_problem(text, error)], str(path)) from None
+    except YamlError as error:
+        raise ConfigError([str(error)], str(path)) from None
     if not isinstance(document, dict):
         raise ConfigError([f"is {show(document)}, but must be an object: {{ ... }}"], str(path))
     _check_repeated(document, str(path))
@@ -89,11 +94,11 @@ def plain_json(text: str) -> str:
     return _LAST_COMMA.sub(blank, _BEYOND_JSON.sub(blank, text))
 
 
-def _parse(text: str, source: str) -> Any:
-    """Return the value of a JSON text; raise JSONDecodeError, or ConfigError if its size is a problem."""
+def _parse(text: str, source: str, is_yaml: bool = False) -> Any:
+    """Return the value of a text; raise JSONDecodeError or YamlError, or ConfigError if its size is a problem."""
     try:
-        value = json.loads(plain_json(text), object_pairs_hook=_from_pairs)
-    except json.JSONDecodeError:
+        value = read_yaml(text, _from_pairs) if is_yaml else json.loads(plain_json(text), object_pairs_hook=_from_pairs)
+    except (json.JSONDecodeError, YamlError):
         raise
     except RecursionError:
         raise ConfigError([_TOO_DEEP], source) from None

@@ -162,12 +162,12 @@ class Settings(Section):
     def load(
         cls, source: str | Path | Mapping[str, Any] | Settings, overrides: Sequence[str] = (), *, tells: bool = True
     ) -> Self:
-        """Return the settings from a JSON file, a dict, or other settings; report keys without effect to the log.
+        """Return the settings from a file, a dict, or other settings; report keys without effect to the log.
 
         Sections that only an application reads, such as ``run``, are left to it.
 
         Args:
-            source: path of a JSON file in DeepSpeed's format, a dict of the same form, or settings.
+            source: path of a JSON or YAML file in DeepSpeed's format, a dict of the same form, or settings.
             overrides: ``dotted.path=value``, the value as JSON; what is not JSON is a string.
             tells: False leaves the report to another reader of the same configuration.
 
@@ -180,7 +180,7 @@ class Settings(Section):
             # Only what was set, or defaults would count as given by the user.
             source = source.model_dump(exclude_unset=True)
         if not isinstance(source, str | Path | Mapping):
-            raise ConfigError([f"must be the path of a JSON file, or a dict, not {type(source).__name__}"])
+            raise ConfigError([f"must be the path of a JSON or YAML file, or a dict, not {type(source).__name__}"])
         document = read_document(source, overrides)
         name = str(source) if isinstance(source, str | Path) else "the configuration"
         settings = cls._validated(document, name)

@@ -12,7 +12,7 @@ from zeromesh.base.words import show
 UNSET = "auto"
 """The value that means: as if the key were not there."""
 
-APPLICATIONS = ("model", "huggingface", "lora", "data", "run")
+APPLICATIONS = ("model", "huggingface", "lora", "dpo", "data", "run")
 """Sections that only an application over the engine reads, here ``zeromesh train``."""
 
 _TABLES = json.loads(Path(__file__).with_name("special_keys.json").read_text(encoding="utf-8"))

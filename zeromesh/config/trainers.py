@@ -94,7 +94,7 @@ def for_trainer(source: str | Path | Mapping[str, Any], library: str) -> dict[st
     alone, which becomes the size of these axes together; ``adopt`` takes it back.
 
     Args:
-        source: path of a JSON file, or a dict of the same form.
+        source: path of a JSON or YAML file, or a dict of the same form.
         library: a row of ``FILLED``.
 
     Raises:

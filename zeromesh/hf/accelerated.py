@@ -16,7 +16,7 @@ def plugin(config: str | Path | Mapping[str, Any], **options: Any) -> Any:
     What the configuration leaves out, Accelerate fills in: micro-batch, accumulation steps, precision.
 
     Args:
-        config: path of a JSON file, or a dict of the same form.
+        config: path of a JSON or YAML file, or a dict of the same form.
         options: of ``accelerate.DeepSpeedPlugin``.
 
     Raises:

@@ -28,7 +28,7 @@ class TrainerMixin:
 
     Args:
         args: positional arguments of the trainer; ``TrainingArguments`` are among them, or in ``kwargs``.
-        zeromesh: the configuration: path of a JSON file, or a dict. None trains without ZeroMesh.
+        zeromesh: the configuration: path of a JSON or YAML file, or a dict. None trains without ZeroMesh.
         kwargs: other arguments of the trainer.
 
     Raises:

@@ -60,7 +60,7 @@ def inspect(
 
 
 def config(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="A JSON file in DeepSpeed's format.")],
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="A JSON or YAML file in DeepSpeed's format.")],
     fix: Annotated[
         bool, typer.Option("--fix", help="Write the file anew, as zeromesh reads it, and each change to stderr.")
     ] = False,

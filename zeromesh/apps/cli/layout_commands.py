@@ -97,7 +97,7 @@ def schedule(
 
 
 def verify(
-    config: Annotated[Path, typer.Argument(help="A JSON file in DeepSpeed's format, with an optimizer.")],
+    config: Annotated[Path, typer.Argument(help="A JSON or YAML file in DeepSpeed's format, with an optimizer.")],
     model: Annotated[
         str | None,
         typer.Argument(

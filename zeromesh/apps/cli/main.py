@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from zeromesh import __version__
-from zeromesh.apps.cli import checkpoint_commands, layout_commands, machine_commands, train_commands
+from zeromesh.apps.cli import checkpoint_commands, init_command, layout_commands, machine_commands, train_commands
 
 app = typer.Typer(
     help="Train PyTorch models that do not fit, or are too slow, on one device.",
@@ -18,6 +18,7 @@ app = typer.Typer(
 )
 
 COMMANDS: tuple[tuple[Callable[..., None], dict[str, Any]], ...] = (
+    (init_command.init, {}),
     (train_commands.train, {}),
     (train_commands.report, {}),
     (train_commands.sample, {}),

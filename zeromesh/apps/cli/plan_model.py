@@ -23,6 +23,7 @@ from zeromesh.base.files import read_text
 from zeromesh.base.words import nearest
 from zeromesh.checkpoint.weights.hub_models import is_model_id, model_folder
 from zeromesh.checkpoint.weights.pretrained import saved_quantization
+from zeromesh.config.document import read_object
 from zeromesh.config.written import completed_document
 from zeromesh.engine.initialize.widths import tables_of
 from zeromesh.shard.sizes import TableLayout
@@ -110,7 +111,7 @@ def _configured(path: Path, precision: str) -> AskedModel:
 
     settings = TrainSettings.load(path)
     options = TraceOptions(DTYPES[precision], tables=settings.embedding_tables.modules)
-    document, tables = json.loads(read_text(path, "utf-8-sig")), tables_of(settings)
+    document, tables = read_object(path), tables_of(settings)
     if settings.huggingface is not None:
         chosen = settings.huggingface
         folder = model_folder(chosen.path, weights=False, revision=chosen.revision)

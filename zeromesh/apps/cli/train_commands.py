@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from zeromesh.apps.cli.command_errors import command_errors
 from zeromesh.apps.cli.layout_commands import verify_layout
 
+CONFIGURATIONS = (".json", ".yaml", ".yml")  # suffixes
+
 
 def train(
-    config: Annotated[Path, typer.Argument(help="A JSON file in DeepSpeed's format, with model, data and run.")],
+    config: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG|MODEL",
+            help="A JSON or YAML file in DeepSpeed's format, with model, data and run; or, before DATA, a model as "
+            "zeromesh init takes it: a folder, a name on the Hub, or tiny, small or medium.",
+        ),
+    ],
+    data: Annotated[
+        str | None,
+        typer.Argument(help="Train MODEL on these files, with the configuration that zeromesh init would write."),
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in run.steps=100.")
     ] = None,
@@ -24,13 +37,20 @@ def train(
         bool, typer.Option("--verify", help="First compare the layout with one plain process, on a smaller model.")
     ] = False,
 ) -> None:
-    """Train a language model on text."""
-    if verify:
+    """Train a language model on text: zeromesh train CONFIG, or zeromesh train MODEL DATA."""
+    if verify and data is None:
         verify_layout(config, overrides=overrides or ())
     with command_errors():
+        if verify and data is not None:
+            raise ValueError("--verify compares a configuration file; write one with zeromesh init MODEL DATA")
+        source: Any = config
+        if data is not None or config.suffix.lower() not in CONFIGURATIONS:  # a file needs no torch to be looked at
+            from zeromesh.apps.train.starting_config import configuration_of
+
+            source = configuration_of(str(config), data)
         from zeromesh.apps.train.train_run import train as run
 
-        run(config, overrides or [], "auto" if auto_resume else resume)
+        run(source, overrides or [], "auto" if auto_resume else resume)
 
 
 def report(run: Annotated[Path, typer.Argument(help="The output folder of a run, finished or not.")]) -> None:

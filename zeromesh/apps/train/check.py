@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from zeromesh.apps.train.data.token_store import PreparedData, first_beyond
 from zeromesh.apps.train.data.tokenizer import load_tokenizer
 from zeromesh.apps.train.model import LanguageModel, Transformer, language_model
 from zeromesh.apps.train.run_folder import RunFolder
-from zeromesh.apps.train.train_settings import ResolvedTrainSettings, RunSettings, TextData, TrainSettings
+from zeromesh.apps.train.train_settings import WITH_TOTAL, ResolvedTrainSettings, RunSettings, TextData, TrainSettings
 from zeromesh.base.words import counted
 from zeromesh.comm.detect import is_launched, may_restart
 from zeromesh.config.printing import changes
@@ -48,6 +50,9 @@ FREE = frozenset(
 )
 """Keys and sections that may change when a run is resumed: its result does not depend on them."""
 
+TOTAL = "total_num_steps"  # parameter of schedules
+UNKNOWN = 2**31 - 1
+
 # The elastic solution changes these with the number of ranks, and keeps the samples of a step.
 MICRO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -69,6 +74,8 @@ class Job:
             raise ValueError(
                 f"zeromesh train needs the section {'data' if data is None else 'run'!r} in the configuration"
             )
+        if settings.dpo is not None:
+            data = data.model_copy(update={"format": "preference"})
         if data.tokenizer is None and language.tokenizer is not None:
             data = data.model_copy(update={"tokenizer": language.tokenizer})
         return cls(settings.model_copy(update={"data": data}), language, data, run)
@@ -90,6 +97,39 @@ class Job:
         return replace(self, settings=settings, language=language_model(settings), data=data)
 
     @property
+    def rows_per_sample(self) -> int:
+        """Rows that the model computes for a sample: one, or one for each answer."""
+        return 1 if self.settings.dpo is None else 2
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Tokens that the model computes for a sample."""
+        return self.rows_per_sample * self.language.sequence_length
+
+    @property
+    def steps(self) -> int:
+        """Updates of the run; of one in epochs, after ``in_steps``."""
+        assert self.run.steps is not None
+        return self.run.steps
+
+    def with_steps(self, steps: int) -> Job:
+        """Return the run in so many updates, which a schedule without a length of its own has, too."""
+        run = self.run.model_copy(update={"steps": steps, "epochs": None})
+        scheduler = self.settings.scheduler
+        if scheduler is not None and TOTAL not in scheduler.params and scheduler.type.lower() in WITH_TOTAL:
+            scheduler = scheduler.model_copy(update={"params": {**scheduler.params, TOTAL: steps}})
+        return replace(self, settings=self.settings.model_copy(update={"run": run, "scheduler": scheduler}), run=run)
+
+    def in_steps(self, prepared: PreparedData) -> Job:
+        """Return the run with its epochs in updates: as many as take each sample at least that often."""
+        if self.run.epochs is None:
+            return self.with_steps(self.steps)
+        parts = training_samples(prepared, self.language.sequence_length, self.settings.seed)
+        samples = self.run.epochs * sum(part.count for part in parts)
+        batch = resolved_settings(self).train_batch_size
+        return self.with_steps(max(1, math.ceil(round(samples / batch, 6))))  # 0.1 * 30 is a little more than 3
+
+    @property
     def folder(self) -> RunFolder:
         """Folder that the run writes to."""
         return RunFolder(Path(self.run.output))
@@ -107,14 +147,15 @@ def check(settings: TrainSettings) -> Job:
             require_length(job.language.sequence_length, sizes["context"])
         except ValueError as error:
             raise ValueError(f"{job.language.section}.sequence_length: {error}") from None
-    resolved = _resolved(job)
+    # Of a run in epochs, only the text tells the steps; any number shows whether the schedule can be built.
+    resolved = resolved_settings(job.with_steps(job.run.steps or UNKNOWN))
     if job.run.resume and job.folder.config.is_file():
         job.folder.require_base()  # before the model is built from that folder
     # The model has no memory here, and a rank is started only if everything fits together.
     try_out(build_model(job), resolved, sizes)
     job.folder.check(bool(job.run.resume))
     if job.run.resume:
-        require_unchanged(job.folder, resolved)
+        require_unchanged(job.folder, resolved, {f"scheduler.params.{TOTAL}"} if job.run.steps is None else set())
     return job
 
 
@@ -123,7 +164,7 @@ def _mesh(job: Job) -> dict[str, int]:
     return job.settings.resolve_mesh(Environment.detect().world_size if is_launched() else job.run.ranks)
 
 
-def _resolved(job: Job) -> ResolvedTrainSettings:
+def resolved_settings(job: Job) -> ResolvedTrainSettings:
     """Return the settings with the sizes that follow from the number of ranks."""
     sizes = _mesh(job)
     return job.settings.resolve(sizes["replicate"] * sizes["data"], sizes, elastic=may_restart())
@@ -156,6 +197,14 @@ def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> P
             "mesh.context > 1: attention over several ranks cannot hide the documents of a sample from each "
             'other; set data.document_attention to false, data.packing to "pad", or mesh.context to 1'
         )
+    pairs = [part.pairs for part in (*prepared.train, *prepared.validation)]
+    if any(pairs) and job.settings.dpo is None:
+        raise ValueError(
+            "data.train has records with a chosen and a rejected answer, which dpo learns from; add a section dpo, "
+            'as with --set dpo.beta=0.1, or name other keys in data.prompt_key and data.response_key ("chosen")'
+        )
+    if not all(pairs) and job.settings.dpo is not None:
+        raise ValueError("dpo needs records of prompt, chosen and rejected, and data.train has tokens; leave dpo out")
     vocabulary = job.language.vocabulary or prepared.vocabulary
     # A larger vocabulary than the tokenizer's is usual: models round theirs up.
     if prepared.tokenizer is None and job.run.sample.prompts:
@@ -180,8 +229,13 @@ def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> P
                 f"{str(file_of(part.prefix, '.bin'))!r} has the id {token} at token {place}, and the model's "
                 f"vocabulary has {vocabulary} entries; {_larger(job)}, or make the tokens with its tokenizer"
             )
+    if job.run.watches_loss and not prepared.validation:
+        raise ValueError(
+            "run.early_stop and run.keep_best need held-out text, and data.train is too short to hold any out; name "
+            "some in data.validation, or leave both out"
+        )
     samples = sum(part.count for part in training_samples(prepared, length, job.settings.seed))
-    wanted = _resolved(job).train_batch_size
+    wanted = resolved_settings(job).train_batch_size
     if samples < wanted:
         raise ValueError(
             f"data.train gives {counted(samples, 'sample')} of "
@@ -201,12 +255,15 @@ def _larger(job: Job) -> str:
 # TrainSettings of a resumed run.
 
 
-def require_unchanged(folder: RunFolder, settings: ResolvedTrainSettings) -> None:
-    """Raise ValueError if a run is resumed with other settings, in a key on which the result depends."""
+def require_unchanged(folder: RunFolder, settings: ResolvedTrainSettings, unknown: Set[str] = frozenset()) -> None:
+    """Raise ValueError if a run is resumed with other settings, in a key on which the result depends.
+
+    ``unknown`` are keys whose values are not known yet.
+    """
     if not folder.config.is_file():
         return
     before = folder.settings()
-    free = FREE | (set(MICRO) if before.data_size != settings.data_size else set()) | _automatic(settings)
+    free = FREE | (set(MICRO) if before.data_size != settings.data_size else set()) | _automatic(settings) | unknown
     different = changes(before, settings, free)
     if different:
         lines = "".join(f"\n  {line}" for line in different)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from zeromesh import Engine
+from zeromesh.apps.train.best_loss import BEST, BestLoss
 from zeromesh.apps.train.check import Job
 from zeromesh.apps.train.data.ordered_loader import Batch, Share
 from zeromesh.apps.train.goodput import Spent, TimeLog
@@ -21,6 +22,7 @@ from zeromesh.apps.train.run_loss import HeldOut, Score, weighted
 from zeromesh.apps.train.signals import Ended, Request, mark_saved
 from zeromesh.base.machine import peak_bytes, peak_flops
 from zeromesh.base.progress import Display, Figures
+from zeromesh.base.words import counted
 
 _log = logging.getLogger("zeromesh")
 
@@ -46,6 +48,7 @@ class Loop:
     metrics: MetricsLog | None
     display: Display
     times: TimeLog
+    best: BestLoss
 
     def run(self, batches: Iterator[Batch], start: Progress) -> Progress:
         """Train from ``start`` on this rank's micro-batches to the last step, and save the last state. Collective."""
@@ -54,7 +57,8 @@ class Loop:
         local_peak = torch.tensor([peak_flops(self.engine.device, dtype)], dtype=torch.float64)
         peak = float(self.engine.mesh.group("world").exchange(local_peak).sum())
         progress = logged = start
-        while progress.step < self.job.run.steps:
+        stop = self.job.run.early_stop
+        while progress.step < self.job.steps and not self.best.ends(stop):
             began = time.perf_counter()
             rate = self.engine.get_lr()[0]  # before the step, which sets that of the next one
             with self.times.spend(Spent.STEPS):
@@ -62,11 +66,11 @@ class Loop:
             seconds = progress.seconds + (time.perf_counter() - began)
             progress = Progress(progress.step + 1, progress.samples + self.share.global_batch, seconds)
             self._note_spike(progress)
-            if progress.step in (1, self.job.run.steps) or self._due(progress, self.job.run.log_every):
+            if progress.step in (1, self.job.steps) or self._due(progress, self.job.run.log_every):
                 peak = self._log(progress, logged, loss, rate, peak)
                 logged = progress
             saved = self._between_steps(progress)
-            if self._due(progress, self.job.run.copy_every) and progress.step < self.job.run.steps:
+            if self._due(progress, self.job.run.copy_every) and progress.step < self.job.steps:
                 self._copy(progress)
             # The engine has agreed with all ranks on the signal, so all save at the same step.
             if self._due(progress, self.job.run.check_every) or self.engine.asked & Request.CHECK:
@@ -75,7 +79,7 @@ class Loop:
                 saved = self._save(progress)
             if self.engine.asked & Request.END:
                 saved = saved and self._complete_save(progress)
-                self.display.line(f"step {progress.step}/{self.job.run.steps}  ended by a signal")
+                self.display.line(f"step {progress.step}/{self.job.steps}  ended by a signal")
                 if saved:
                     self._record(progress, ends=True)
                     # The launcher ends all ranks with the first, which must not be before this one has spoken.
@@ -85,6 +89,13 @@ class Loop:
                 raise SystemExit(128 + signal.SIGTERM)  # as if the signal had ended it: nothing was saved
         if progress.step > start.step and not self._due(progress, self.job.run.save_every):
             self._save(progress, last=True)
+        if self.best.ends(stop):
+            self.display.line(
+                f"step {progress.step}/{self.job.steps}  stopped early: the validation loss has not fallen for "
+                f"{counted(self.best.waited, 'evaluation')}; raise run.early_stop.patience to go on with --resume"
+            )
+        if self.best.loss is not None:
+            self.display.line(f"lowest validation loss: {self.best.loss:.3f} at step {self.best.step}")
         return progress
 
     def _step(self, batches: Iterator[Batch]) -> float:
@@ -92,7 +103,7 @@ class Loop:
         # All labels of the global batch have the same weight, wherever they are, so they are counted before.
         with self.times.spend(Spent.DATA):
             local_batches = [next(batches) for _ in range(self.share.micro_batches)]
-        micro_batches, _ = weighted(self.engine, self.job.language, local_batches)
+        micro_batches, _ = weighted(self.engine, self.job.language, local_batches, self.job.settings.dpo)
         self.engine.train_batch(iter(micro_batches))
         loss = self.engine.get_mean_loss()
         assert loss is not None
@@ -118,28 +129,43 @@ class Loop:
     def _between_steps(self, progress: Progress) -> bool:
         """Evaluate and save if it is time to, and return whether a checkpoint was written."""
         run = self.job.run
-        # The end of the run has an evaluation of its own, on all held-out text.
-        if self._due(progress, run.evaluate_every) and progress.step < run.steps:
+        ends = progress.step == self.job.steps
+        if self._due(progress, run.evaluate_every) and (run.watches_loss or not ends):
             with self.times.spend(Spent.EVALUATION):
                 score = self.held_out.score(self.engine, run.evaluate_batches)
             if score is not None:
-                self.show_score(progress, score)
-        return self._due(progress, run.save_every) and self._save(progress, last=progress.step == run.steps)
+                if run.watches_loss:
+                    self._compare(progress, score)
+                ends = ends or self.best.ends(run.early_stop)
+                # The end of the run has an evaluation of its own, on all held-out text.
+                if not ends:
+                    self.show_score(progress, score, on_all=False)
+        return self._due(progress, run.save_every) and self._save(progress, last=ends)
 
-    def show_score(self, progress: Progress, score: Score) -> None:
-        """Log and show an evaluation. Evaluations between steps use a part of the held-out text."""
+    def _compare(self, progress: Progress, score: Score) -> None:
+        """Take in an evaluation, and save the state if it is the best."""
+        # The first rank's, so that all ranks end at the same step.
+        loss = float(self.engine.mesh.group("world").exchange(torch.tensor([score.loss], dtype=torch.float64))[0])
+        if self.best.add(progress.step, loss, self.job.run.early_stop) and self.job.run.keep_best:
+            self._save(progress, tag=BEST)
+
+    def show_score(self, progress: Progress, score: Score, on_all: bool = True) -> None:
+        """Log and show an evaluation, on the whole held-out text or on a part of it."""
+        accuracy = {} if score.accuracy is None else {"accuracy": score.accuracy}
         if self.metrics is not None:
-            self.metrics.write("validation", progress.step, loss=score.loss, bits_per_byte=score.bits_per_byte)
+            self.metrics.write(
+                "validation", progress.step, loss=score.loss, bits_per_byte=score.bits_per_byte, **accuracy
+            )
         self.engine.monitor.write({"Validation/Samples/loss": score.loss})
-        text = "all held-out text" if progress.step == self.job.run.steps else "a part of the held-out text"
+        text = "all held-out text" if on_all else "a part of the held-out text"
         bits = "" if score.bits_per_byte is None else f"  {score.bits_per_byte:.3f} bits per byte"
-        self.display.line(
-            f"step {progress.step}/{self.job.run.steps}  validation loss {score.loss:.3f}{bits}, on {text}"
-        )
+        if score.accuracy is not None:
+            bits += f"  {score.accuracy:.1%} of the chosen answers preferred"
+        self.display.line(f"step {progress.step}/{self.job.steps}  validation loss {score.loss:.3f}{bits}, on {text}")
 
     def _log(self, progress: Progress, logged: Progress, loss: float, rate: float, peak_speed: float) -> float:
         """Log a step, and return the peak operations per second, which is raised if the step was faster."""
-        tokens = (progress.samples - logged.samples) * self.job.language.sequence_length
+        tokens = (progress.samples - logged.samples) * self.job.tokens_per_sample
         speed = tokens / (progress.seconds - logged.seconds)
         achieved = speed * self.flops_per_token
         # A short product measures the peak badly, and a share above 1 would be odd.
@@ -156,11 +182,11 @@ class Loop:
             "utilization": round(achieved / peak_speed, 4),
             "memory": int(self.engine.mesh.group("world").exchange(peak).max()),
         }
-        seconds_left = (self.job.run.steps - progress.step) * self.tokens_per_step / speed
+        seconds_left = (self.job.steps - progress.step) * self.tokens_per_step / speed
         self.display.step(Figures(progress.step, seconds_left=seconds_left, **figures))
         self._record(progress)
         if self.metrics is not None:
-            taken = {"samples": progress.samples, "tokens": progress.samples * self.job.language.sequence_length}
+            taken = {"samples": progress.samples, "tokens": progress.samples * self.job.tokens_per_sample}
             seconds = round(progress.seconds, 3)
             self.metrics.write("train", progress.step, **taken, **figures, seconds=seconds)
         return peak_speed
@@ -180,14 +206,14 @@ class Loop:
     @property
     def tokens_per_step(self) -> int:
         """Tokens that all ranks consume in one step."""
-        return self.share.global_batch * self.job.language.sequence_length
+        return self.share.global_batch * self.job.tokens_per_sample
 
     def _check(self, progress: Progress) -> None:
         """Check the hardware of all ranks."""
         health = self.engine.check_health()
         self.times.note(progress.step, health=health)
         seen = "; ".join(f"{entry['name']} is {'slow' if entry['unit'] else 'wrong'}" for entry in health["slow"])
-        self.display.line(f"step {progress.step}/{self.job.run.steps}  hardware checked: {seen or 'all is as usual'}")
+        self.display.line(f"step {progress.step}/{self.job.steps}  hardware checked: {seen or 'all is as usual'}")
 
     def _copy(self, progress: Progress) -> None:
         """Keep the state in memory, if the run is to."""
@@ -197,12 +223,17 @@ class Loop:
 
     def _client_state(self, progress: Progress) -> dict[str, Any]:
         """Return what a resumed run needs beside the engine's state."""
-        return {"samples": progress.samples, "seconds": progress.seconds, "origins": self.job.origins}
+        state = {"samples": progress.samples, "seconds": progress.seconds, "origins": self.job.origins}
+        return state | ({"best": self.best.state} if self.job.run.watches_loss else {})
 
-    def _save(self, progress: Progress, last: bool = False) -> bool:
-        """Write a checkpoint, or begin to (``checkpoint.asynchronous``), and return whether this succeeded."""
-        state = self._client_state(progress)
-        save = partial(self.engine.save_checkpoint, self.job.folder.checkpoints, client_state=state)
+    def _save(self, progress: Progress, last: bool = False, tag: str | None = None) -> bool:
+        """Write a checkpoint, or begin to (``checkpoint.asynchronous``), and return whether this succeeded.
+
+        One with a tag is not what a run is resumed from.
+        """
+        state, latest = self._client_state(progress), tag is None
+        folder = self.job.folder.checkpoints
+        save = partial(self.engine.save_checkpoint, folder, tag, client_state=state, save_latest=latest)
         saved = self._succeeds(save, progress, last) and (not last or self._complete_save(progress, last))
         self._record(progress)
         return saved

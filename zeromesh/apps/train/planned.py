@@ -22,7 +22,7 @@ from zeromesh.comm.environment import device_of_group
 ROWS = 2  # samples of the forward that the planner traces first
 
 
-def planned(config: Path, overrides: Sequence[str], settings: TrainSettings) -> TrainSettings:
+def planned(config: Path | Mapping[str, Any], overrides: Sequence[str], settings: TrainSettings) -> TrainSettings:
     """Return the settings with what is "auto" filled in by the planner. Collective under a launcher.
 
     A run that is resumed on as many ranks keeps what it had.
@@ -31,6 +31,10 @@ def planned(config: Path, overrides: Sequence[str], settings: TrainSettings) -> 
     if not asked:
         return settings
     job = Job.of(settings)
+    if settings.dpo is not None:
+        raise ValueError(
+            f'dpo: the planner knows no samples of two answers; write numbers instead of "auto" for {asked}'
+        )
     launched = is_launched()
     ranks = job.run.ranks
     environment = Environment.detect() if launched else Environment(world_size=ranks, local_world_size=ranks)

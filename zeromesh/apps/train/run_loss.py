@@ -17,6 +17,7 @@ from zeromesh import Engine
 from zeromesh.apps.train.data.ordered_loader import NO_LABEL, Batch, evaluation_batches
 from zeromesh.apps.train.data.token_store import PreparedData
 from zeromesh.apps.train.model import LanguageModel, Transformer
+from zeromesh.apps.train.train_settings import Preference
 from zeromesh.checkpoint.weights.export import plain_model
 from zeromesh.engine.batches import WithLoss
 from zeromesh.parallel.context.sequence_order import keep
@@ -51,14 +52,67 @@ class Weighted(WithLoss):
         return mean * count * self.factor
 
 
-def weighted(engine: Engine, language: LanguageModel, batches: Sequence[Batch]) -> tuple[list[Weighted], int]:
-    """Return micro-batches whose mean loss in the engine is nats per label, and the labels of all ranks. Collective."""
+@dataclass(frozen=True)
+class Preferred(WithLoss):
+    """A micro-batch of two answers each, whose loss is the sum of the DPO losses of its pairs, times a factor.
+
+    Source: Rafailov et al., "Direct Preference Optimization", 2023; label smoothing: Mitchell, "A note on DPO with
+    noisy preferences", 2023.
+    """
+
+    batch: Batch
+    language: LanguageModel
+    dpo: Preference
+    factor: float  # the same on all ranks
+    note: Callable[[torch.Tensor], None]  # is given the log-likelihoods of both answers, shape (rows, 2)
+
+    def loss(self, model: Callable[..., Any]) -> torch.Tensor:
+        """Return a scalar in fp32, or in fp64 for a model in fp64; 0 without a reference."""
+        rows = Batch(self.batch.tokens.flatten(0, 1), labels := self.batch.labels.flatten(0, 1))
+        logits = self.language.logits(model, rows)
+        wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+        losses = F.cross_entropy(wide, labels.flatten(), ignore_index=NO_LABEL, reduction="none")
+        answers = -losses.view(labels.shape).sum(1).view(-1, 2)
+        self.note(answers.detach())
+        if self.batch.reference is None:
+            return answers.sum() * 0
+        margin = self.dpo.beta * margins(answers, self.batch.reference)
+        smoothing = self.dpo.label_smoothing
+        each = -F.logsigmoid(margin) * (1 - smoothing) - F.logsigmoid(-margin) * smoothing
+        return (each * are_pairs(self.batch)).sum() * self.factor
+
+
+def margins(answers: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Return by how much the chosen answer is preferred more than by the reference, in nats, shape ``(rows,)``."""
+    chosen, rejected = (answers - reference).unbind(1)
+    return chosen - rejected
+
+
+def are_pairs(batch: Batch) -> torch.Tensor:
+    """Return True for each row of two answers, and False for filling, shape ``(rows,)``."""
+    return (batch.labels != NO_LABEL).any(-1).all(-1)
+
+
+def weighted(
+    engine: Engine,
+    language: LanguageModel,
+    batches: Sequence[Batch],
+    dpo: Preference | None = None,
+    note: Callable[[torch.Tensor], None] = lambda answers: None,
+) -> tuple[list[Weighted] | list[Preferred], int]:
+    """Return micro-batches whose mean loss in the engine is nats per label, and the labels of all ranks. Collective.
+
+    With ``dpo``, it is nats per pair, and the number is that of pairs; see ``Preferred.note``.
+    """
     world = engine.mesh.group("world")
-    counts = torch.tensor([sum(int((batch.labels != NO_LABEL).sum()) for batch in batches)])
+    learned = (batch.labels != NO_LABEL if dpo is None else are_pairs(batch) for batch in batches)
+    counts = torch.tensor([sum(int(entries.sum()) for entries in learned)])
     # Ranks that share a batch count the same labels.
     labels = int(world.exchange(counts).sum()) * engine.data_size // world.size
     # The engine takes the mean over data ranks and micro-batches, which are equally many on all ranks.
     factor = engine.data_size * len(batches) / max(1, labels)
+    if dpo is not None:
+        return [Preferred(batch, language, dpo, factor, note) for batch in batches], labels
     return [Weighted(batch, language, engine, factor) for batch in batches], labels
 
 
@@ -66,8 +120,9 @@ def weighted(engine: Engine, language: LanguageModel, batches: Sequence[Batch]) 
 class Score:
     """Evaluation on held-out text."""
 
-    loss: float  # nats per label
+    loss: float  # nats per label, or per pair
     bits_per_byte: float | None  # ends of text included; None if the bytes are unknown
+    accuracy: float | None = None  # share of pairs whose chosen answer is preferred more than by the reference
 
 
 @dataclass(frozen=True)
@@ -77,19 +132,28 @@ class HeldOut:
     prepared: PreparedData
     language: LanguageModel
     rows: int
+    dpo: Preference | None = None
 
     def score(self, engine: Engine, batches: int | None = None) -> Score | None:
         """Return the score on the first ``batches`` micro-batches of every rank, or on all. Collective."""
-        total, count = 0.0, 0
+        total, count, preferred = 0.0, 0, torch.zeros(2)  # pairs on this rank that are ranked right, and all
         length = self.language.sequence_length
         local_batches = evaluation_batches(self.prepared, length, self.rows, engine.data_rank, engine.data_size)
         local_batches = islice(local_batches, batches)
         while some := list(islice(local_batches, AT_ONCE)):
-            micro_batches, labels = weighted(engine, self.language, some)
+            answers: list[torch.Tensor] = []
+            micro_batches, labels = weighted(engine, self.language, some, self.dpo, answers.append)
             total += labels * float(engine.eval_batch(iter(micro_batches), num_micro_batches=len(some)))
             count += labels
+            for batch, pair in zip(some, answers, strict=False):  # stages of a pipeline but the last have no answers
+                assert batch.reference is not None
+                is_right = margins(pair.cpu(), batch.reference)[are_pairs(batch)] > 0
+                preferred += torch.tensor([float(is_right.sum()), len(is_right)])
         if not count:
             return None
+        if self.dpo is not None:
+            right, pairs = engine.mesh.group("world").exchange(preferred).sum(0).tolist()
+            return Score(loss=total / count, bits_per_byte=None, accuracy=right / pairs)
         # Bytes per label are the mean over all held-out text, also if a part of it is evaluated.
         size = self.prepared.held_out_bytes
         labels = sum(token_set.labels for token_set in self.prepared.validation)

@@ -60,7 +60,9 @@ def close(loop: Loop, began: float, start: Progress, reached: Progress, console:
     if reached.seconds >= WORTH or os.environ.get(MACHINE):
         rows = engine.train_micro_batch_size_per_gpu()
         # From a model that no engine has changed; the other ranks do not wait for it.
-        prediction = engine.prediction_report(job.language.build, *job.language.example(rows), memory=memory)
+        prediction = engine.prediction_report(
+            job.language.build, *job.language.example(rows * job.rows_per_sample), memory=memory
+        )
     samples = _samples(job)
     report: Report = {
         "architecture": job.language.name,
@@ -68,7 +70,7 @@ def close(loop: Loop, began: float, start: Progress, reached: Progress, console:
         "ranks": engine.mesh.world_size,
         "zero_stage": job.settings.zero_optimization.stage,
         "steps": reached.step,
-        "tokens": reached.samples * job.language.sequence_length,  # repetitions count
+        "tokens": reached.samples * job.tokens_per_sample,  # repetitions count
         "seconds": time.time() - began,
         "training_seconds": reached.seconds,  # in steps, of the whole run also if it was resumed
         "attempts": len(attempts),  # commands and restarts; the times are those of all
@@ -79,6 +81,9 @@ def close(loop: Loop, began: float, start: Progress, reached: Progress, console:
         "training_loss": steps[-1]["loss"],
         "validation_loss": score.loss if score else None,  # of all held-out text
         "bits_per_byte": score.bits_per_byte if score else None,
+        "loss_unit": "nats per token" if job.settings.dpo is None else "nats per pair",
+        "accuracy": score.accuracy if score else None,  # share of held-out pairs whose chosen answer is preferred
+        "best": loop.best.state if job.run.watches_loss else None,  # of the evaluations between steps
         "peak_memory": peaks,  # by rank; all below is of the first rank
         "memory": memory,
         "prediction": prediction,  # null after a short run
@@ -148,10 +153,12 @@ def _summary(report: Report) -> list[tuple[str, str]]:
         ("steps", str(report["steps"])),
         ("tokens", f"{scaled_text(report['tokens'])}, {scaled_text(speed, 'tok/s')}"),
         ("MFU", f"{report['utilization']:.0%}"),
-        ("training loss", f"{report['training_loss']:.3f} nats per token"),
+        ("training loss", f"{report['training_loss']:.3f} {report['loss_unit']}"),
     ]
     if report["validation_loss"] is not None:
-        rows.append(("validation loss", f"{report['validation_loss']:.3f} nats per token"))
+        rows.append(("validation loss", f"{report['validation_loss']:.3f} {report['loss_unit']}"))
+    if report["accuracy"] is not None:
+        rows.append(("chosen answers preferred", f"{report['accuracy']:.1%} of held-out pairs"))
     if report["bits_per_byte"] is not None:
         rows.append(("held-out bits per byte", f"{report['bits_per_byte']:.3f}"))
     rows.append(("peak memory by rank", ", ".join(map(bytes_text, report["peak_memory"]))))

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
 
 import zeromesh
 from zeromesh import Engine, init_distributed, launch
-from zeromesh.apps.train.check import Job, check, prepare_text
+from zeromesh.apps.train.best_loss import BestLoss
+from zeromesh.apps.train.check import Job, check, prepare_text, require_unchanged, resolved_settings
 from zeromesh.apps.train.data.ordered_loader import Share, training_batches
 from zeromesh.apps.train.data.token_store import PreparedData
 from zeromesh.apps.train.goodput import TimeLog
@@ -22,6 +23,7 @@ from zeromesh.apps.train.loop import Loop, Progress
 from zeromesh.apps.train.metrics import MetricsLog
 from zeromesh.apps.train.model import parameter_groups
 from zeromesh.apps.train.planned import planned
+from zeromesh.apps.train.reference import require_reference, write_reference
 from zeromesh.apps.train.run_folder import RunFolder
 from zeromesh.apps.train.run_loss import HeldOut, require_causal, require_document_attention
 from zeromesh.apps.train.run_report import close
@@ -40,8 +42,8 @@ from zeromesh.comm.failure import RankFailure
 from zeromesh.config.printing import is_auto, refuse_unfilled, tell_unset
 
 
-def train(config: Path, overrides: Sequence[str], resume: bool | Literal["auto"]) -> None:
-    """Train as a JSON file and overrides such as ``run.steps=100`` say; "auto" resumes if there is a checkpoint."""
+def train(config: Path | Mapping[str, Any], overrides: Sequence[str], resume: bool | Literal["auto"]) -> None:
+    """Train as a configuration and overrides such as ``run.steps=100`` say; "auto" resumes if there is a checkpoint."""
     began = time.time()
     ignore_requests()  # a batch system may send the signal before there is an engine
     overrides = [*overrides, *([f"run.resume={json.dumps(resume)}"] if resume else [])]
@@ -84,7 +86,13 @@ def _prepare(job: Job, console: Console) -> None:
     if not job.run.resume:
         discard(job.folder.checkpoints)  # copies in memory of a run that ended before its first checkpoint
     console.print("reading the text")
-    console.print(_text_line(prepare_text(job, may_write=not job.run.resume, console=console)))
+    prepared = prepare_text(job, may_write=not job.run.resume, console=console)
+    console.print(_text_line(prepared))
+    if (epochs := job.run.epochs) is not None:
+        job = job.in_steps(prepared)
+        if job.run.resume:
+            require_unchanged(job.folder, resolved_settings(job))
+        console.print(f"run.epochs = {epochs:g} takes {counted(job.steps, 'step')}")
 
 
 def _how_to_go_on(job: Job) -> str:
@@ -130,7 +138,7 @@ def run_rank(settings: TrainSettings, began: float) -> None:
             torch.distributed.barrier()
             prepared = prepare_text(job, may_write=False)
             trained = prepared.tokenizer is not None and job.data.tokenizer is None
-            _train(job.with_vocabulary(prepared.vocabulary, trained), prepared, began)
+            _train(job.with_vocabulary(prepared.vocabulary, trained).in_steps(prepared), prepared, began)
         finally:
             shutdown()
 
@@ -153,7 +161,7 @@ def _train(job: Job, prepared: PreparedData, began: float) -> None:
         require_causal(engine, job.language, vocabulary)
         if prepared.document_attention:
             require_document_attention(engine, job.language, vocabulary)
-        start = Progress()
+        start, best = Progress(), BestLoss()
         if job.run.resume:
             path, state = engine.load_checkpoint(job.folder.checkpoints)
             if job.folder.is_copied and not engine.config.checkpoint.peer_copies:
@@ -166,17 +174,23 @@ def _train(job: Job, prepared: PreparedData, began: float) -> None:
                 if not all(isinstance(state.get(key), int | float) for key in ("samples", "seconds")):
                     raise ValueError(f"{path} does not say how many samples the run has taken; delete it")
                 start = Progress(engine.global_steps, int(state["samples"]), state["seconds"])
+                best = BestLoss.of(state.get("best"))
+        rows = engine.train_micro_batch_size_per_gpu()
+        if job.settings.dpo is not None:
+            if start.step == 0:
+                console.print("computing the reference's log-likelihoods of all answers")
+                write_reference(engine, job.language, prepared, rows, job.settings.dpo)
+            require_reference(prepared)
         if engine.mesh.rank == 0:
             # A configuration that is used again must not resume.
             again = engine.config.model_copy(update={"run": job.run.model_copy(update={"resume": False})})
             write_text(job.folder.config, again.to_json())
-        rows = engine.train_micro_batch_size_per_gpu()
-        with Display(console, job.run.steps) as display:
+        with Display(console, job.steps) as display:
             loop = Loop(
                 engine=engine,
                 job=job,
                 share=Share(engine.data_rank, engine.data_size, rows, engine.gradient_accumulation_steps()),
-                held_out=HeldOut(prepared, job.language, rows),
+                held_out=HeldOut(prepared, job.language, rows, job.settings.dpo),
                 flops_per_token=cost,
                 metrics=MetricsLog(job.folder.metrics, start.step) if engine.mesh.rank == 0 else None,
                 display=display,
@@ -187,6 +201,7 @@ def _train(job: Job, prepared: PreparedData, began: float) -> None:
                     again=job.run.resume is True or may_restart(),
                     compiled=engine.compile_seconds,
                 ),
+                best=best,
             )
             length, seed = job.language.sequence_length, job.settings.seed
             batches = training_batches(prepared, length, loop.share, seed, start.samples)

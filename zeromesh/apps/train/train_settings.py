@@ -112,6 +112,17 @@ class Lora(Section):
     )
 
 
+class Preference(Section):
+    """Direct preference optimization (DPO): learn from records which of two answers is the better one.
+
+    The reference is the model at the start of the run. Its log-likelihoods of all answers are computed once, before
+    the first step.
+    """
+
+    beta: PositiveFloat = key(0.1, "Weight of staying close to the reference.")
+    label_smoothing: CountFloat = key(0.0, "Share of records whose chosen answer may be the worse one.", lt=0.5)
+
+
 class WeightedSource(Section):
     """A part of a blend."""
 
@@ -156,7 +167,7 @@ class TextData(Section):
     validation_fraction: CountFloat = key(0.02, "Share of the training data to hold out if validation is null.", lt=1)
     revision: str = key("main", "Branch, tag or commit of data sets on the Hub.", min_length=1)
     suffixes: Names = key((), "File extensions to use in folders, such as .txt. Empty: all files.")
-    format: Literal["text", "response", "chat"] | None = key(
+    format: Literal["text", "response", "chat", "preference"] | None = key(
         None, "Kind of records. Null: found from the first record."
     )
     text_key: str = key("text", "Key of a record's text.")
@@ -209,10 +220,24 @@ class SampleSettings(Section):
     temperature: CountFloat = key(0.8, "Sampling temperature. 0: always the most likely token.")
 
 
-class RunSettings(Section):
-    """Steps, ranks and output of a run of zeromesh train."""
+class EarlyStop(Section):
+    """The end of a run whose evaluation loss falls no more."""
 
-    steps: PositiveInt = key(..., "Number of updates.")
+    patience: PositiveInt = key(3, "Evaluations in a row without a lower loss after which the run ends.")
+    min_delta: CountFloat = key(0.0, "Nats per token by which a loss must be lower to count.")
+
+
+class RunSettings(Section):
+    """Length, ranks and output of a run of zeromesh train."""
+
+    steps: PositiveInt | None = key(None, "Number of updates. Null: epochs decides.")
+    epochs: PositiveFloat | None = key(None, "Passes over the training samples. Null: steps decides.", le=1e6)
+    early_stop: EarlyStop | None = key(
+        None, "End before that if the loss of the evaluations every evaluate_every steps falls no more."
+    )
+    keep_best: bool = key(
+        False, "Keep the checkpoint with the lowest evaluation loss under the tag best, which keep_last never deletes."
+    )
     output: str = key("runs/train", "Folder for everything that the run writes.")
     evaluate_every: CountInt = key(100, "Steps between validations. 0: only at the end.")
     evaluate_batches: PositiveInt = key(20, "Micro-batches per rank in a validation.")
@@ -229,8 +254,21 @@ class RunSettings(Section):
     log_every: PositiveInt = key(10, "Steps between two lines in the log.")
     sample: SampleSettings = key(SampleSettings(), "Texts to generate at the end of the run.")
 
+    @model_validator(mode="after")
+    def _has_one_length(self) -> Self:
+        if (self.steps is None) == (self.epochs is None):
+            both = f"steps = {self.steps} and epochs = {self.epochs} both give its length; leave out one of them"
+            raise ValueError("needs steps or epochs" if self.steps is None else f"{both}, or set it to null")
+        return self
+
+    @property
+    def watches_loss(self) -> bool:
+        """True if evaluations decide about the end of the run or the best checkpoint."""
+        return self.keep_best or self.early_stop is not None
+
 
 # Schedules with rates of their own, which are the same for all groups of parameters.
+WITH_TOTAL = ("warmupdecaylr", "warmupcosinelr", "wsd")  # schedules with the number of all steps as a parameter
 ONE_RATE = ("warmuplr", "warmupdecaylr", "onecycle", "lrrangetest")
 
 
@@ -240,6 +278,7 @@ class TrainSettings(Settings):
     model: ModelShape | None = key(None, "The language model of zeromesh train.")
     huggingface: HuggingFace | None = key(None, "A model of transformers, for zeromesh train.")
     lora: Lora | None = key(None, "Adapters of PEFT that zeromesh train adds to a model of transformers.")
+    dpo: Preference | None = key(None, "Preferences instead of text as what zeromesh train learns from: DPO.")
     data: TextData | None = key(None, "The training data of zeromesh train.")
     run: RunSettings | None = key(None, "Steps, ranks and output of zeromesh train.")
 
@@ -265,6 +304,27 @@ class ResolvedTrainSettings(Resolved, TrainSettings):
 
 
 TRAIN_REFUSALS: list[Refusal[TrainSettings]] = [
+    (
+        lambda s: s.dpo and s.mesh.context > 1,
+        "dpo compares whole answers, which mesh.context = {s.mesh.context} divides; set it to 1, and use mesh.tensor, "
+        "mesh.pipeline or zero_optimization.stage 3 for long answers",
+    ),
+    (
+        lambda s: s.dpo and s.data and s.data.format not in (None, "preference"),
+        "dpo learns from records of prompt, chosen and rejected, and data.format = {s.data.format}; leave one out",
+    ),
+    (
+        lambda s: s.run and s.run.watches_loss and s.run.evaluate_every == 0,
+        "run.early_stop and run.keep_best compare evaluations between steps, and run.evaluate_every = 0 makes none; "
+        "set it to a number of steps",
+    ),
+    (
+        lambda s: (
+            s.run and s.run.watches_loss and s.data and s.data.validation is None and not s.data.validation_fraction
+        ),
+        "run.early_stop and run.keep_best need held-out text, and data.validation_fraction = 0.0 leaves none; set it "
+        "to 0.02, or name text in data.validation",
+    ),
     (
         lambda s: s.model is not None and s.huggingface is not None,
         "model and huggingface both describe the model to train; keep one of them",

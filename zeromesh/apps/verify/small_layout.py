@@ -27,6 +27,7 @@ APART = frozenset(
         "model",
         "huggingface",
         "lora",
+        "dpo",
         "data",
         "run",
         "curriculum_learning",

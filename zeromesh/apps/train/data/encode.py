@@ -54,8 +54,9 @@ class Encoder:
                 sequences.append((Tokens(ids, None, tokens.size), portion.last, document.share or 0.0))
                 continue
             records = list(self._records(portion, document.kind))
-            sequences += [(record, True, share) for record, share in records if record is not None]
-            dropped += sum(record is None for record, _ in records)
+            for parts, share in records:
+                sequences += [(tokens, tokens is parts[-1], share) for tokens in parts]
+                dropped += not parts
         masked = any(portion.document.kind in KINDS and KINDS[portion.document.kind].packed for portion in task)
         ids_of_all = [tokens.ids.astype(self.dtype) for tokens, _, _ in sequences]
         masks = [tokens.mask for tokens, _, _ in sequences if tokens.mask is not None]
@@ -71,8 +72,8 @@ class Encoder:
             read=sum(portion.size for portion in task),
         )
 
-    def _records(self, portion: Portion, name: str) -> Iterator[tuple[Tokens | None, float]]:
-        """Yield the tokens of each record, or None if it is dropped, and its share."""
+    def _records(self, portion: Portion, name: str) -> Iterator[tuple[list[Tokens], float]]:
+        """Yield the sequences of each record, none if it is dropped, and its share."""
         kind = KINDS[name]
         numbers, values, shares = [], [], []
         for number, record in read_portion(portion):
@@ -83,8 +84,9 @@ class Encoder:
         encoded = kind.encode(self.tokenizer, values)
         for number, share in zip(numbers, shares, strict=True):
             with placed(portion, number):
-                tokens = next(encoded)
-                yield (self._fitted(tokens) if kind.packed else tokens), share
+                parts = [next(encoded) for _ in range(kind.sequences)]
+                fitted = [self._fitted(tokens) if kind.packed else tokens for tokens in parts]
+            yield [] if any(tokens is None for tokens in fitted) else [tokens for tokens in fitted if tokens], share
 
     def _fitted(self, tokens: Tokens) -> Tokens | None:
         """Return a record that fits into a sample; None if it is dropped."""

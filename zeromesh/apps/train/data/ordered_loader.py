@@ -24,16 +24,19 @@ NO_LABEL = -100  # of a token that is not learned; the ignore_index of torch and
 
 @dataclass(frozen=True)
 class Sample:
-    """One row of a batch; all arrays are int64 of shape ``(length,)``."""
+    """One row of a batch; all arrays are int64 of shape ``(length,)``, or ``(2, length)`` for two answers."""
 
     tokens: Array
     labels: Array  # the id that follows each token, or NO_LABEL
     positions: Array  # place of each token in the part of its document that is in the row
     documents: Array  # number of each token's document in the row; padding is a document of its own
+    reference: NDArray[np.float32] | None = None  # log-likelihoods of the two answers, shape (2,)
 
 
-def open_samples(part: TokenSet, length: int, seed: int, packing: str, pad: int) -> Stream | Packed:
+def open_samples(part: TokenSet, length: int, seed: int, packing: str, pad: int) -> Stream | Packed | Pairs:
     """Return the samples of a set; raise ValueError if a record is longer than a sample."""
+    if part.pairs:
+        return Pairs(part, length, seed, pad)
     return Packed(part, length, seed, packing, pad) if part.packed else Stream(part, length, seed, pad)
 
 
@@ -123,17 +126,50 @@ class Packed:
 
     def row(self, number: int) -> Sample:
         """Return the row with this number."""
-        bounds, mask = self.part.indexed.bounds, self.part.mask
-        assert mask is not None
-        records = []
+        bounds = self.part.indexed.bounds
         members = self._members[self._ends[number - 1] if number else 0 : self._ends[number]]
-        for place, document in enumerate(self.part.numbers[members]):
-            span = slice(bounds[document], bounds[document + 1])
-            ids = self.part.indexed.tokens[span].astype(np.int64)
-            labels = np.where(mask[span][1:] != 0, ids[1:], NO_LABEL)
-            size = len(labels)
-            records.append((ids[:-1], labels, np.arange(size), np.full(size, place, dtype=np.int64)))
+        records = [
+            _record(self.part, bounds[document], bounds[document + 1], place)
+            for place, document in enumerate(self.part.numbers[members])
+        ]
         return _filled(self.length, self.pad, records)
+
+
+class Pairs:
+    """Samples of two answers to a prompt: a row for the chosen one, and a row for the rejected one."""
+
+    def __init__(self, part: TokenSet, length: int, seed: int, pad: int) -> None:
+        self.part, self.length, self.seed, self.pad = part, length, seed, pad
+        self.count = self.rows = len(part.numbers)
+        # It is not there before the first step, when it is computed.
+        self._reference = np.load(part.reference, mmap_mode="r") if part.reference.is_file() else None
+
+    def sample(self, index: int) -> Sample:
+        """Return sample ``index`` of an endless order."""
+        epoch, position = divmod(index, self.count)
+        return self.row(int(Permutation(self.count, seed_of(self.seed, epoch, 1))[np.array([position])][0]))
+
+    def row(self, number: int) -> Sample:
+        """Return the sample with this number."""
+        document, data = self.part.numbers[number], self.part.indexed
+        start = data.bounds[document]
+        middle = start + data.lengths[data.boundaries[document]]
+        spans = ((start, middle), (middle, data.bounds[document + 1]))
+        sides = [_filled(self.length, self.pad, [_record(self.part, *span, 0)]) for span in spans]
+        columns = {name: np.stack([getattr(side, name) for side in sides]) for name in COLUMNS}
+        return Sample(**columns, reference=None if self._reference is None else np.array(self._reference[document]))
+
+
+COLUMNS = ("tokens", "labels", "positions", "documents")
+
+
+def _record(part: TokenSet, start: int, stop: int, place: int) -> tuple[Array, Array, Array, Array]:
+    """Return tokens, labels, positions and document of the record between two tokens of the files."""
+    assert part.mask is not None
+    ids = part.indexed.tokens[start:stop].astype(np.int64)
+    labels = np.where(part.mask[start:stop][1:] != 0, ids[1:], NO_LABEL)
+    size = len(labels)
+    return ids[:-1], labels, np.arange(size), np.full(size, place, dtype=np.int64)
 
 
 def _filled(length: int, pad: int, records: list[tuple[Array, Array, Array, Array]]) -> Sample:
@@ -148,12 +184,13 @@ def _filled(length: int, pad: int, records: list[tuple[Array, Array, Array, Arra
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch of samples; all tensors are int64 of shape ``(rows, length)``."""
+    """A micro-batch of samples; all tensors are int64 of shape ``(rows, length)``, or ``(rows, 2, length)``."""
 
     tokens: Tensor
     labels: Tensor
     positions: Tensor | None = None  # these two are None if tokens see all earlier tokens of their row
     documents: Tensor | None = None
+    reference: Tensor | None = None  # f32, shape (rows, 2); None unless samples have two answers
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on a device."""
@@ -182,7 +219,7 @@ class Share:
         return range(start, start + self.rows)
 
 
-def training_samples(prepared: PreparedData, length: int, seed: int) -> list[Stream | Packed]:
+def training_samples(prepared: PreparedData, length: int, seed: int) -> list[Stream | Packed | Pairs]:
     """Return the samples of each part of the blend; raise ValueError if one has no sample of ``length`` tokens."""
     parts = []
     for number, part in enumerate(prepared.train):
@@ -227,6 +264,9 @@ def evaluation_batches(prepared: PreparedData, length: int, rows: int, rank: int
     order = np.argsort(np.concatenate([np.empty(0), *places]), kind="stable")
     nothing = np.zeros(length, dtype=np.int64)
     empty = Sample(nothing + prepared.pad, nothing + NO_LABEL, np.arange(length), nothing)
+    if any(part.part.pairs for part in parts):
+        columns = {name: np.stack([getattr(empty, name)] * 2) for name in COLUMNS}
+        empty = Sample(**columns, reference=np.zeros(2, dtype=np.float32))
     # All ranks get equally many batches, if need be without labels, since an evaluation is collective.
     for start in range(rank * rows, -(-len(order) // (rows * size)) * rows * size, rows * size):
         chosen = order[start : start + rows]
@@ -236,5 +276,6 @@ def evaluation_batches(prepared: PreparedData, length: int, rows: int, rank: int
 
 def _batch(samples: Sequence[Sample], document_attention: bool) -> Batch:
     names = ("tokens", "labels", *(("positions", "documents") if document_attention else ()))
-    stacked = (np.stack([getattr(sample, name) for sample in samples]) for name in names)
-    return Batch(*(torch.from_numpy(column) for column in stacked))
+    names += ("reference",) if samples[0].reference is not None else ()
+    columns = {name: np.stack([getattr(sample, name) for sample in samples]) for name in names}
+    return Batch(**{name: torch.from_numpy(column) for name, column in columns.items()})

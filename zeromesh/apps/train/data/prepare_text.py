@@ -7,6 +7,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -263,6 +264,7 @@ def _write_part(
                 yield result
 
         documents = write_documents(prefix, encoded(), encoder.dtype, packed)
+        documents = replace(documents, pairs=files[0].kind == "preference")
     learned, unlearned = int(documents.learned.sum()), int((~documents.learned).sum())
     if not learned:
         raise ValueError(

@@ -43,6 +43,7 @@ class RecordKind(NamedTuple):
     encode: Callable[[TextTokenizer, Sequence[Any]], Iterator[Tokens]]  # yields the tokens of each input
     texts: Callable[[Any], list[str]]  # texts of an input that a tokenizer is trained on
     packed: bool  # records stay whole in samples; otherwise they form a stream
+    sequences: int = 1  # of each record, which encode yields one after the other
 
 
 def kind_of(data: TextData, record: Any) -> str:
@@ -182,6 +183,27 @@ def _encode_chats(tokenizer: TextTokenizer, chats: Sequence[Chat]) -> Iterator[T
         yield Tokens(ids, mask, len(tokenizer.decode(ids[mask].tolist()).encode()))
 
 
+def _read_preference(data: TextData, record: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the prompt with each answer, as pairs of strings or as chats."""
+    prompt = record.get(data.prompt_key)
+    if isinstance(record["chosen"], str):
+        prompt = _string(record, data.prompt_key)
+        return (prompt, _string(record, "chosen")), (prompt, _string(record, "rejected"))
+    sides = []
+    for side in ("chosen", "rejected"):
+        messages = record[side] if isinstance(record[side], list) else [record[side]]
+        # Some data sets repeat the prompt in each answer.
+        if prompt and isinstance(messages[0], Mapping) and messages[0].get("role") == "assistant":
+            messages = [*([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt), *messages]
+        sides.append(_read_chat(data, {data.messages_key: messages, TOOLS: record.get(TOOLS)}))
+    return sides[0], sides[1]
+
+
+def _encode_preferences(tokenizer: TextTokenizer, pairs: Sequence[tuple[Any, Any]]) -> Iterator[Tokens]:
+    for pair in pairs:
+        yield from (_encode_chats if isinstance(pair[0], Chat) else _encode_responses)(tokenizer, pair)
+
+
 KINDS: dict[str, RecordKind] = {
     "chat": RecordKind(
         keys=lambda data, record: (data.messages_key,),
@@ -205,6 +227,18 @@ KINDS: dict[str, RecordKind] = {
         ),
         texts=lambda text: [text],
         packed=False,
+    ),
+    "preference": RecordKind(
+        keys=lambda data, record: (
+            *(() if isinstance(record.get("chosen"), list) else (data.prompt_key,)),
+            "chosen",
+            "rejected",
+        ),
+        read=_read_preference,
+        encode=_encode_preferences,
+        texts=lambda pair: [text for side in pair for text in side if isinstance(text, str)],
+        packed=True,
+        sequences=2,
     ),
 }
 """A record is of the first kind whose keys it has."""

@@ -241,7 +241,7 @@ def _require_one_kind(part: Part, texts: Sequence[Document], files: Sequence[Doc
     groups = {"text": [*texts]}
     for file in files:
         packed = file.kind in KINDS and KINDS[file.kind].packed
-        name = INDEXED if file.kind == INDEXED else "records" if packed else "text"
+        name = file.kind if file.kind in (INDEXED, "preference") else "records" if packed else "text"
         groups.setdefault(name, []).append(file)
     if sum(map(bool, groups.values())) > 1 or len(groups.get(INDEXED, ())) > 1:
         names = "; ".join(f"{name}: {names_of(documents)}" for name, documents in groups.items() if documents)

@@ -36,6 +36,12 @@ class TokenSet:
     bytes: int  # of text that the labels stand for; 0 if unknown
     packed: bool  # documents stay whole in samples, with a file of masks; otherwise they form a stream
     highest: int  # largest id in the files
+    pairs: bool = False  # each document has two sequences: the chosen and the rejected answer, with their prompt
+
+    @property
+    def reference(self) -> Path:
+        """File of the reference's log-likelihoods of both answers, f32, shape ``(documents of the files, 2)``."""
+        return self.prefix.with_name(f"{self.prefix.name}.reference.npy")
 
     @cached_property
     def indexed(self) -> Indexed:
@@ -82,7 +88,7 @@ class PreparedData:
     def sampled(self, data: TextData) -> PreparedData:
         """Return the same data with the settings of samples, on which the files do not depend."""
         # Records in one row are unrelated, so they see each other only if the user says so.
-        packs = any(part.packed for part in self.train) and data.packing == "pack"
+        packs = any(part.packed and not part.pairs for part in self.train) and data.packing == "pack"
         return replace(
             self,
             weights=tuple(weight for _, weight in data.blend),
@@ -133,6 +139,7 @@ class Documents:
     sizes: NDArray[np.int64]  # bytes of text that the labels stand for; 0 if unknown
     packed: bool  # documents stay whole in samples
     highest: int  # largest id of all documents
+    pairs: bool = False
 
     @property
     def learned(self) -> NDArray[np.bool_]:
@@ -230,6 +237,7 @@ def divide(
                 bytes=int(documents.sizes[side].sum()),
                 packed=documents.packed,
                 highest=documents.highest,
+                pairs=documents.pairs,
             )
         )
     # Tokens of another program: their text is known only by decoding, and only held-out text needs its size.
