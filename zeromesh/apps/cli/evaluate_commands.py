@@ -1,0 +1,78 @@
+"""Commands that use a trained model: ``evaluate``, ``chat`` and ``serve``."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zeromesh.apps.cli.command_errors import command_errors
+
+Model = Annotated[Path, typer.Argument(help="The output folder of a run, or a folder of a model of transformers.")]
+Tag = Annotated[str | None, typer.Option(help="The run's checkpoint, such as global_step100; the latest if left out.")]
+
+
+class ComputeDtype(StrEnum):
+    """Dtypes of an evaluation."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+def evaluate(
+    model: Model,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILES", help="Held-out files, a folder or a pattern; a run's own if left out."),
+    ] = None,
+    choices: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Questions of multiple choice: .jsonl, .csv or .tsv.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask the questions of --choices as a user in a chat.")] = False,
+    tasks: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Tasks of lm-evaluation-harness, separated by commas.")
+    ] = None,
+    include: Annotated[Path | None, typer.Option(metavar="FOLDER", help="YAML files of more tasks.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Records of each task; all if left out.")] = None,
+    fewshot: Annotated[
+        int | None, typer.Option(min=0, help="Examples before each question of a task; its own number if left out.")
+    ] = None,
+    tag: Tag = None,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that the model sees at once; sequence_length, or the model's.")
+    ] = None,
+    stride: Annotated[
+        int | None, typer.Option(min=1, help="Tokens from one window of --data to the next; --length if left out.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of a rank in one forward.")] = 4,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Processes to start; those of the run, or 1. A launcher decides itself.")
+    ] = None,
+    dtype: Annotated[
+        ComputeDtype | None, typer.Option(help="Dtype of a model of transformers; that of its weights if left out.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Measure a model: loss, perplexity and bits per byte of text, multiple choice, lm-evaluation-harness."""
+    with command_errors():
+        from zeromesh.apps.evaluate.evaluate_run import Wanted
+        from zeromesh.apps.evaluate.evaluate_run import evaluate as run
+        from zeromesh.apps.evaluate.subject import Subject
+
+        names = tuple(name.strip() for name in (tasks or "").split(",") if name.strip())
+        wanted = Wanted(
+            data=tuple(data or ()),
+            choices=choices,
+            chat=chat,
+            tasks=names,
+            include=include,
+            limit=limit,
+            shots=fewshot,
+            length=length,
+            stride=stride,
+            batch=batch,
+        )
+        run(Subject(model, tag, None if dtype is None else dtype.value), wanted, ranks, json)
