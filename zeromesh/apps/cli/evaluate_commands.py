@@ -60,7 +60,7 @@ def evaluate(
     with command_errors():
         from zeromesh.apps.evaluate.evaluate_run import Wanted
         from zeromesh.apps.evaluate.evaluate_run import evaluate as run
-        from zeromesh.apps.evaluate.subject import Subject
+        from zeromesh.apps.evaluate.evaluated_model import EvaluatedModel
 
         names = tuple(name.strip() for name in (tasks or "").split(",") if name.strip())
         wanted = Wanted(
@@ -75,4 +75,20 @@ def evaluate(
             stride=stride,
             batch=batch,
         )
-        run(Subject(model, tag, None if dtype is None else dtype.value), wanted, ranks, json)
+        run(EvaluatedModel(model, tag, None if dtype is None else dtype.value), wanted, ranks, json)
+
+
+def chat(
+    model: Model,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Randomness; 0 takes the likeliest token.")] = 0.8,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the choices.")] = 0,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="A message before the conversation.")] = None,
+    tag: Tag = None,
+) -> None:
+    """Talk with a model: each line is a message, and the answer comes as it is written."""
+    with command_errors():
+        from zeromesh.apps.evaluate.chat import chat as talk
+        from zeromesh.apps.evaluate.evaluated_model import EvaluatedModel
+
+        talk(EvaluatedModel(model, tag), tokens, temperature, seed, system)

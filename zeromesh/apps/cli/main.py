@@ -23,6 +23,7 @@ COMMANDS: tuple[tuple[Callable[..., None], dict[str, Any]], ...] = (
     (train_commands.sample, {}),
     (train_commands.export, {}),
     (evaluate_commands.evaluate, {}),
+    (evaluate_commands.chat, {}),
     (checkpoint_commands.convert, {}),
     (checkpoint_commands.inspect, {}),
     (checkpoint_commands.config, {}),

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from zeromesh import init_distributed, launch
+from zeromesh.apps.evaluate.evaluated_model import LONGEST, EvaluatedModel
 from zeromesh.apps.evaluate.held_out import figures, read_documents, score_documents
 from zeromesh.apps.evaluate.multiple_choice import read_questions, score_questions
 from zeromesh.apps.evaluate.scoring import Scorer
-from zeromesh.apps.evaluate.subject import LONGEST, Subject
 from zeromesh.apps.train.data.prepare_text import SUMMARY_FILE
 from zeromesh.apps.train.data.sources import find_documents
 from zeromesh.apps.train.data.token_store import PreparedData, load_summary
@@ -33,7 +33,7 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to evaluate a model on."""
+    """The measurements to make of a model."""
 
     data: tuple[str, ...] = ()  # files; of a run, none stands for its own held-out data
     choices: Path | None = None
@@ -47,11 +47,11 @@ class Wanted:
     batch: int = 4  # rows of a rank in one forward
 
 
-def evaluate(subject: Subject, wanted: Wanted, ranks: int | None, as_json: bool) -> None:
+def evaluate(model: EvaluatedModel, wanted: Wanted, ranks: int | None, as_json: bool) -> None:
     """Evaluate and print the figures on the first rank; raise ValueError if something cannot be evaluated."""
-    check(subject, wanted)
-    count = ranks or subject.ranks
-    results: list[Figures] = launch(run_rank, count, Subject(subject.path, subject.tag, subject.dtype), wanted)
+    check(model, wanted)
+    count = ranks or model.ranks
+    results: list[Figures] = launch(run_rank, count, EvaluatedModel(model.path, model.tag, model.dtype), wanted)
     if is_first():
         console = make_console()
         if as_json:
@@ -60,10 +60,10 @@ def evaluate(subject: Subject, wanted: Wanted, ranks: int | None, as_json: bool)
             console.print("\n".join(lines(results[0])), soft_wrap=True)
 
 
-def check(subject: Subject, wanted: Wanted) -> None:
+def check(model: EvaluatedModel, wanted: Wanted) -> None:
     """Refuse what can be refused before a rank is started."""
-    run = subject.run
-    assert subject.checkpoint is not None or run is None  # raises if there is none
+    run = model.run
+    assert model.checkpoint is not None or run is None  # raises if there is none
     if wanted.tasks:
         _require_harness()
     for option, value in (("--include", wanted.include), ("--limit", wanted.limit), ("--fewshot", wanted.shots)):
@@ -76,15 +76,15 @@ def check(subject: Subject, wanted: Wanted) -> None:
     windowed = wanted.data
     if wanted.stride is not None and not windowed:
         raise ValueError("--stride is for the windows of --data FILES; leave it out")
-    if subject.longest is not None and (wanted.length or 0) > subject.longest:
-        raise ValueError(f"--length = {wanted.length} is longer than the {subject.longest} tokens that the model takes")
-    length = wanted.length or subject.window
+    if model.longest is not None and (wanted.length or 0) > model.longest:
+        raise ValueError(f"--length = {wanted.length} is longer than the {model.longest} tokens that the model takes")
+    length = wanted.length or model.window
     if wanted.stride is not None and wanted.stride > length:
         raise ValueError(
             f"--stride = {wanted.stride} would leave tokens out: windows have {length}; set it to that or less"
         )
     if wanted.data or wanted.choices is not None or wanted.tasks:
-        tokenizer = subject.tokenizer
+        tokenizer = model.tokenizer
         if wanted.chat:
             tokenizer.prompt([{"role": "user", "content": "?"}])  # raises if there is no chat template
         if wanted.data:
@@ -93,11 +93,11 @@ def check(subject: Subject, wanted: Wanted) -> None:
             read_questions(wanted.choices)
     elif run is None:
         raise ValueError(
-            f"{str(subject.path)!r} is a model, which has no held-out data; name text with --data FILES, questions "
+            f"{str(model.path)!r} is a model, which has no held-out data; name text with --data FILES, questions "
             "with --choices FILE, or tasks with --tasks NAMES"
         )
     else:
-        _held_out(subject)
+        _held_out(model)
 
 
 def _require_harness() -> None:
@@ -108,9 +108,9 @@ def _require_harness() -> None:
         )
 
 
-def _held_out(subject: Subject) -> PreparedData:
+def _held_out(model: EvaluatedModel) -> PreparedData:
     """Return the run's own data; raise ValueError if nothing of them was held out."""
-    run = subject.run
+    run = model.run
     assert run is not None
     prepared, data = load_summary(run.text / SUMMARY_FILE), run.settings().data
     if prepared is None or data is None or not prepared.validation:
@@ -120,7 +120,7 @@ def _held_out(subject: Subject) -> PreparedData:
     return prepared.sampled(data)
 
 
-def run_rank(subject: Subject, wanted: Wanted) -> Figures:
+def run_rank(model: EvaluatedModel, wanted: Wanted) -> Figures:
     """Evaluate on one rank, and return the figures, the same on all. Collective."""
     # The layout of an evaluation is no news, and its settings are the run's.
     logger = logging.getLogger("zeromesh")
@@ -129,36 +129,36 @@ def run_rank(subject: Subject, wanted: Wanted) -> Figures:
     init_distributed()
     try:
         torch.manual_seed(0)
-        engine = subject.engine()
+        engine = model.engine()
         try:
             result: Figures = {
-                "model": str(subject.path),
-                "checkpoint": subject.checkpoint,
-                "architecture": subject.language.name,
-                "dtype": str(subject.compute_dtype).removeprefix("torch."),
+                "model": str(model.path),
+                "checkpoint": model.checkpoint,
+                "architecture": model.language.name,
+                "dtype": str(model.compute_dtype).removeprefix("torch."),
                 "ranks": engine.mesh.world_size,
                 "device": engine.device.type,
             }
-            length = wanted.length or subject.window
-            longest = wanted.length or subject.longest or LONGEST
-            scorer = Scorer(engine, subject.language, wanted.batch, longest)
+            length = wanted.length or model.window
+            longest = wanted.length or model.longest or LONGEST
+            scorer = Scorer(engine, model.language, wanted.batch, longest)
             if wanted.data:
-                texts = read_documents(_reading(subject, wanted.data), wanted.data, subject.tokenizer)
+                texts = read_documents(_reading(model, wanted.data), wanted.data, model.tokenizer)
                 figures_of = score_documents(replace(scorer, longest=length), texts, length, wanted.stride or length)
                 result["held_out"] = {"source": list(wanted.data), **figures_of}
             elif wanted.choices is None and not wanted.tasks:
-                result["held_out"] = _own_held_out(subject, scorer)
+                result["held_out"] = _own_held_out(model, scorer)
             if wanted.choices is not None:
                 questions = read_questions(wanted.choices)
                 result["choices"] = {
                     "source": str(wanted.choices),
-                    **score_questions(scorer, subject.tokenizer, questions, wanted.chat),
+                    **score_questions(scorer, model.tokenizer, questions, wanted.chat),
                 }
             if wanted.tasks:
                 from zeromesh.apps.evaluate.harness_model import HarnessModel, run_tasks
 
-                model = HarnessModel(scorer, subject.tokenizer, str(subject.path))
-                result["tasks"] = run_tasks(model, wanted.tasks, wanted.include, wanted.limit, wanted.shots)
+                adapter = HarnessModel(scorer, model.tokenizer, str(model.path))
+                result["tasks"] = run_tasks(adapter, wanted.tasks, wanted.include, wanted.limit, wanted.shots)
                 result["lm_eval"] = importlib.metadata.version("lm_eval")
             return result
         finally:
@@ -168,18 +168,18 @@ def run_rank(subject: Subject, wanted: Wanted) -> Figures:
         shutdown()
 
 
-def _reading(subject: Subject, files: Sequence[str]) -> TextData:
+def _reading(model: EvaluatedModel, files: Sequence[str]) -> TextData:
     """Return how to read records: with the keys of the run's data, if it is a run."""
-    trained = None if subject.run is None else subject.run.settings().data
+    trained = None if model.run is None else model.run.settings().data
     keys = {"text_key", "prompt_key", "response_key", "messages_key"}
     chosen = {} if trained is None else trained.model_dump(include=keys)
     return TextData(train=tuple(files), **chosen)
 
 
-def _own_held_out(subject: Subject, scorer: Scorer) -> Figures:
+def _own_held_out(model: EvaluatedModel, scorer: Scorer) -> Figures:
     """Return the score on the data that the run held out, in its samples, as its report has it. Collective."""
-    prepared = _held_out(subject)
-    score = HeldOut(prepared, subject.language, scorer.batch).score(scorer.engine)
+    prepared = _held_out(model)
+    score = HeldOut(prepared, model.language, scorer.batch).score(scorer.engine)
     assert score is not None  # there is held-out data
     labels = sum(part.labels for part in prepared.validation)
     return {"source": "the run's own", **figures(score.loss, labels, prepared.held_out_bytes)} | {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -36,6 +37,16 @@ class Total:
     tokens: int = 0  # that are scored
     bytes: int = 0
     likelihood: float = 0.0  # in nats
+
+    def add(self, document: HeldOutDocument) -> None:
+        """Count a document."""
+        self.documents += 1
+        self.bytes += document.size
+
+    def score(self, row: Row, likelihood: float) -> None:
+        """Count the tokens of a row that are scored."""
+        self.tokens += int((row.labels != NO_LABEL).sum())
+        self.likelihood += likelihood
 
     def figures(self) -> dict[str, Any]:
         """Return the loss in nats per token, the perplexity per token, and bits per byte."""
@@ -104,18 +115,18 @@ def score_documents(scorer: Scorer, documents: Iterator[HeldOutDocument], length
     """Return the figures of all documents; raise ValueError if no token can be scored. Collective."""
     total = Total()
 
+    read: deque[Row] = deque()  # rows that are not scored yet
+
     def rows() -> Iterator[Row]:
         for document in documents:
-            total.documents += 1
-            total.bytes += document.size
+            total.add(document)
             for row in windows(document, length, stride):
-                scored = int((row.labels != NO_LABEL).sum())
-                total.tokens += scored
-                if scored:
+                if (row.labels != NO_LABEL).any():
+                    read.append(row)
                     yield row
 
     for likelihood, _ in scorer.score(rows()):
-        total.likelihood += likelihood
+        total.score(read.popleft(), likelihood)
     if not total.tokens:
         raise ValueError("--data has no token to score: a token is predicted from those before it, and there is one")
     return total.figures() | {"window": length, "stride": stride}

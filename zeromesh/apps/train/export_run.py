@@ -40,7 +40,13 @@ DRAFT = ".zeromesh-export"
 
 
 def export(run: Path, output: Path, tag: str | None, merge: bool) -> None:
-    """Write the model of a run with its tokenizer, in the dtype of its computations."""
+    """Write the model of a run with its tokenizer, in the dtype of its computations, and print where it is."""
+    checkpoint = export_files(run, output, tag, merge)
+    make_console().print(f"{checkpoint} is written to {output}", soft_wrap=True)
+
+
+def export_files(run: Path, output: Path, tag: str | None, merge: bool) -> Path:
+    """Write the model of a run with its tokenizer to a new folder, and return the folder of the checkpoint."""
     folder = RunFolder(run)
     reader = _reader(folder, tag)
     settings = folder.settings()
@@ -56,7 +62,7 @@ def export(run: Path, output: Path, tag: str | None, merge: bool) -> None:
             folder.require_base()
             _export_transformer(language, reader, draft, dtype, merge)
         folder.copy_tokenizer(draft)
-    make_console().print(f"{reader.folder} is written to {output}", soft_wrap=True)
+    return reader.folder
 
 
 @contextmanager

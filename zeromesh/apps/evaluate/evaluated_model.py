@@ -1,4 +1,4 @@
-"""What is evaluated: a run of ``zeromesh train`` or a folder of transformers, as an engine on any number of ranks."""
+"""The model to evaluate: a run of ``zeromesh train`` or a folder of transformers, as an engine on any ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -53,8 +52,20 @@ LAYOUT = ("mesh", "tensor_parallel", "sequence_parallel_size", "pipeline")
 LONGEST = 4096  # tokens of a window of text, unless it is set: the logits of the longest that a model takes may not fit
 
 
+def adapted_model(folder: Path, dtype: torch.dtype | str) -> nn.Module:
+    """Return the model that adapters of PEFT name, with them; raise ValueError if the library is not installed."""
+    try:
+        from peft import AutoPeftModelForCausalLM
+    except ImportError as error:
+        raise ValueError(f"the adapters in {str(folder)!r} need PEFT ({error}); pip install 'zeromesh[hf]'") from None
+    model: nn.Module = AutoPeftModelForCausalLM.from_pretrained(
+        str(folder), dtype=dtype, local_files_only=True, trust_remote_code=False
+    )
+    return model
+
+
 @dataclass(frozen=True)
-class Subject:
+class EvaluatedModel:
     """A run or a model. Each rank makes the engine by itself."""
 
     path: Path
@@ -211,9 +222,6 @@ class Subject:
             return self.language.build()
         quiet()
         if (self.path / ADAPTERS[0]).is_file():
-            peft: Any = __import__("peft")
-            options = {"dtype": self.compute_dtype, "local_files_only": True}
-            adapted: nn.Module = peft.AutoPeftModelForCausalLM.from_pretrained(str(self.path), **options)
-            return adapted
+            return adapted_model(self.path, self.compute_dtype)
         model: nn.Module = zeromesh.from_pretrained(model_folder(str(self.path)), dtype=self.compute_dtype)
         return model
