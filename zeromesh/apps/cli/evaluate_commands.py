@@ -92,3 +92,29 @@ def chat(
         from zeromesh.apps.evaluate.evaluated_model import EvaluatedModel
 
         talk(EvaluatedModel(model, tag), tokens, temperature, seed, system)
+
+
+class InferenceEngine(StrEnum):
+    """Engines that ``serve`` hands a model over to."""
+
+    VLLM = "vllm"
+    TRANSFORMERS = "transformers"
+
+
+def serve(
+    model: Model,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- OPTIONS]", help="Options of the engine.")
+    ] = None,
+    engine: Annotated[
+        InferenceEngine | None, typer.Option(help="The engine; the first that is installed if left out.")
+    ] = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the server.")] = 8000,
+    tag: Tag = None,
+) -> None:
+    """Serve a model by vLLM or transformers, whichever is installed."""
+    with command_errors():
+        from zeromesh.apps.evaluate.evaluated_model import EvaluatedModel
+        from zeromesh.apps.evaluate.serve_model import serve as hand_over
+
+        hand_over(EvaluatedModel(model, tag), None if engine is None else engine.value, port, arguments or [])

@@ -24,6 +24,7 @@ COMMANDS: tuple[tuple[Callable[..., None], dict[str, Any]], ...] = (
     (train_commands.export, {}),
     (evaluate_commands.evaluate, {}),
     (evaluate_commands.chat, {}),
+    (evaluate_commands.serve, {}),
     (checkpoint_commands.convert, {}),
     (checkpoint_commands.inspect, {}),
     (checkpoint_commands.config, {}),
