@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -37,7 +38,9 @@ def serve(model: EvaluatedModel, engine: str | None, port: int, arguments: Seque
 def _program(engine: str | None) -> tuple[str, str]:
     """Return the name of the engine, and the path of its program."""
     for name in ENGINES if engine is None else [engine]:
-        program = shutil.which(ENGINES[name][0]("", 0)[0])
+        # Programs of this environment count also where it is not activated.
+        places = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
+        program = shutil.which(ENGINES[name][0]("", 0)[0], path=places)
         # transformers has the command without what its server needs.
         if program is not None and (name != "transformers" or _has_server()):
             return name, program

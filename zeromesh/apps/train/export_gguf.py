@@ -213,7 +213,7 @@ def _bytes(tensor: torch.Tensor) -> Any:
 
 def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """Return the rows of queries or keys, ``(heads * width, ...)``, in the order in which llama.cpp rotates them."""
-    halves: torch.Tensor = weight.unflatten(0, (heads, 2, -1))  # type: ignore[no-untyped-call]
+    halves: torch.Tensor = weight.unflatten(0, (heads, 2, -1))
     return halves.transpose(1, 2).reshape(weight.shape)
 
 

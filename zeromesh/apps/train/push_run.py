@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ def require_hub(name: str) -> Any:
     try:
         import huggingface_hub
         from huggingface_hub.errors import HFValidationError
+
+        utilities: Any = import_module("huggingface_hub.utils")
     except ImportError as error:
         raise ValueError(f"--hub needs the package huggingface_hub ({error}): pip install huggingface_hub") from None
     try:
-        huggingface_hub.utils.validate_repo_id(name)
+        utilities.validate_repo_id(name)
     except HFValidationError as error:
         raise ValueError(f"--hub = {name!r} is no name of a repository, such as org/model: {error}") from None
     api = huggingface_hub.HfApi()
