@@ -28,6 +28,7 @@ ENGINES: dict[str, tuple[Callable[[str, int], list[str]], str]] = {
 
 def serve(model: EvaluatedModel, engine: str | None, port: int, arguments: Sequence[str]) -> None:
     """Replace this process by an engine that serves the model; raise ValueError if there is none."""
+    assert model.run is None or model.checkpoint is not None  # raises for a folder that is neither a run nor a model
     name, program = _program(engine)
     folder = served_folder(model)
     command = [*ENGINES[name][0](str(folder), port), *arguments]
