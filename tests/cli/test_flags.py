@@ -25,6 +25,9 @@ from zeromesh.apps.cli.main import app
 RECORDED = (
     "zeromesh.apps.train.train_run.launch",
     "zeromesh.apps.launch.agent.run",
+    "zeromesh.apps.evaluate.evaluate_run.launch",
+    "zeromesh.apps.evaluate.chat.load",
+    "zeromesh.apps.evaluate.serve_model.os.execv",
     "zeromesh.apps.cli.verify.verify",
     "zeromesh.apps.cli.plan_command.search",
 )
@@ -101,6 +104,46 @@ ROWS = [
     ),
     Row("export", "--tag", "{run} {out}", "--tag global_step9", "global_step9", full=True),
     Row("export", "--merge", "{run} {out}", "--merge", "merge", full=True),
+    Row("export", "--gguf", "{run} {out}", "--gguf", "gguf", full=True),
+    Row("export", "--hub", "{run} {out}", "--hub not/a/name", "is no name of a repository", full=True),
+    Row("export", "--public", "{run} {out}", "--public", "--public is for --hub"),
+    *recorded(
+        "evaluate",
+        "{run}",
+        ("--data", "--data {script}", r"data=\[.*site.py"),
+        ("--choices", "--choices {questions}", "choices=.*questions.jsonl"),
+        ("--tasks", "--tasks arc_easy", "tasks=.*arc_easy|pip install lm_eval"),
+        ("--include", "--include {folder}", "--include is for tasks"),
+        ("--limit", "--limit 3", "--limit is for tasks"),
+        ("--fewshot", "--fewshot 3", "--fewshot is for tasks"),
+        ("--tag", "--tag global_step9", "global_step9"),
+        ("--length", "--length 16", "length=16"),
+        ("--batch", "--batch 9", "batch=9"),
+        ("--ranks", "--ranks 2", r"launch\(<function run_rank at \w+>, 2,"),
+        ("--dtype", "--dtype float16", "--dtype: the run"),
+        full=True,
+    ),
+    Row("evaluate", "--chat", "{run} --choices {questions}", "--chat", "chat template", recorded=True, full=True),
+    Row("evaluate", "--stride", "{run} --data {script}", "--stride 7", "stride=7", recorded=True, full=True),
+    Row("evaluate", "--json", "{run}", "--json", r"^\{", full=True),
+    *recorded("chat", "{run}", ("--tag", "--tag global_step1", "tag=global_step1"), full=True),
+    *real(
+        "chat",
+        "{run}",
+        ("--tokens", "--tokens 4", shorter),
+        ("--temperature", "--temperature 0", differs),
+        ("--seed", "--seed 9", differs),
+        ("--system", "--system Hello", differs),
+        full=True,
+    ),
+    *recorded(
+        "serve",
+        "{run}",
+        ("--engine", "--engine vllm", "as vllm"),
+        ("--tag", "--tag global_step9", "global_step9"),
+        full=True,
+    ),
+    Row("serve", "--port", "{run}", "--port 1234567", "1234567", full=True),
     *real(
         "convert",
         "{checkpoints} {out}",
@@ -307,6 +350,11 @@ class Files:
         path = self.folder / name
         path.write_text(text)
         path.chmod(0o600)
+        return path
+
+    def _questions(self) -> Path:
+        path = self.folder / "questions.jsonl"
+        path.write_text('{"question": "1 + 1 =", "choices": ["2", "3"], "answer": "2"}')
         return path
 
     def _other(self) -> Path:

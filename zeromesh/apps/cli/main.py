@@ -8,7 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from zeromesh import __version__
-from zeromesh.apps.cli import checkpoint_commands, init_command, layout_commands, machine_commands, train_commands
+from zeromesh.apps.cli import (
+    checkpoint_commands,
+    evaluate_commands,
+    init_command,
+    layout_commands,
+    machine_commands,
+    train_commands,
+)
 
 app = typer.Typer(
     help="Train PyTorch models that do not fit, or are too slow, on one device.",
@@ -23,6 +30,9 @@ COMMANDS: tuple[tuple[Callable[..., None], dict[str, Any]], ...] = (
     (train_commands.report, {}),
     (train_commands.sample, {}),
     (train_commands.export, {}),
+    (evaluate_commands.evaluate, {}),
+    (evaluate_commands.chat, {}),
+    (evaluate_commands.serve, {}),
     (checkpoint_commands.convert, {}),
     (checkpoint_commands.inspect, {}),
     (checkpoint_commands.config, {}),

@@ -84,9 +84,17 @@ def export(
         str | None, typer.Option(help="The checkpoint, such as global_step100; the latest if left out.")
     ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Write the model with its adapters merged in.")] = False,
+    gguf: Annotated[
+        bool, typer.Option("--gguf", help="Write model.gguf for llama.cpp, with adapters merged in.")
+    ] = False,
+    hub: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Upload the folder to this repository of the Hub, a private one."),
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="Make a new repository of --hub public.")] = False,
 ) -> None:
     """Write the model of a run as a folder that from_pretrained of transformers, or of PEFT, opens."""
     with command_errors():
         from zeromesh.apps.train.export_run import export as write
 
-        write(run, folder, tag, merge)
+        write(run, folder, tag, merge, gguf, hub, public)

@@ -15,7 +15,10 @@ from torch import nn
 
 from zeromesh.apps.train.architectures.decoder import Sizes
 from zeromesh.apps.train.data.tokenizer import load_tokenizer
+from zeromesh.apps.train.export_gguf import FILE as GGUF
+from zeromesh.apps.train.export_gguf import require_gguf, write_gguf
 from zeromesh.apps.train.model import BuiltIn, Transformer, language_model
+from zeromesh.apps.train.push_run import push, require_hub, write_card
 from zeromesh.apps.train.run_folder import RunFolder
 from zeromesh.apps.train.screen import make_console
 from zeromesh.apps.train.train_settings import ModelShape
@@ -36,17 +39,46 @@ from zeromesh.checkpoint.weights.pretrained import first_names, require_transfor
 from zeromesh.checkpoint.weights.quantize_weights import values
 
 FILE = "model.safetensors"
+WEIGHTS = "weights"  # what a GGUF file is made of, until it is whole
 DRAFT = ".zeromesh-export"
 
 
-def export(run: Path, output: Path, tag: str | None, merge: bool) -> None:
-    """Write the model of a run with its tokenizer, in the dtype of its computations."""
+def export(
+    run: Path,
+    output: Path,
+    tag: str | None,
+    merge: bool,
+    gguf: bool = False,
+    hub: str | None = None,
+    public: bool = False,
+) -> None:
+    """Write the model of a run with its tokenizer, in the dtype of its computations, and print where it is.
+
+    ``gguf`` writes one file for llama.cpp; ``hub`` names a repository to which the folder is uploaded.
+    """
+    if public and hub is None:
+        raise ValueError("--public is for --hub NAME; leave it out")
+    if gguf:
+        require_gguf()
+    api = None if hub is None else require_hub(hub)
+    console = make_console()
+    checkpoint = export_files(run, output, tag, merge, gguf)
+    console.print(f"{checkpoint} is written to {output / GGUF if gguf else output}", soft_wrap=True)
+    if hub is not None:
+        write_card(RunFolder(run), output, hub)
+        console.print(f"{output} is uploaded to {push(api, output, hub, public)}", soft_wrap=True)
+
+
+def export_files(run: Path, output: Path, tag: str | None, merge: bool, gguf: bool = False) -> Path:
+    """Write the model of a run with its tokenizer to a new folder, and return the folder of the checkpoint."""
     folder = RunFolder(run)
     reader = _reader(folder, tag)
     settings = folder.settings()
     language = language_model(settings)
     dtype = settings.precision.compute or torch.float32
-    with _draft(output) as draft:
+    with _draft(output) as folder_draft:
+        draft = folder_draft / WEIGHTS if gguf else folder_draft
+        draft.mkdir(exist_ok=True)
         if isinstance(language, BuiltIn):
             if merge:
                 raise ValueError(f"--merge: the run in {str(run)!r} has no adapters; leave it out")
@@ -54,9 +86,14 @@ def export(run: Path, output: Path, tag: str | None, merge: bool) -> None:
         else:
             assert isinstance(language, Transformer)
             folder.require_base()
+            # A file of llama.cpp holds no adapters.
+            merge = merge or (gguf and language.lora is not None)
             _export_transformer(language, reader, draft, dtype, merge)
         folder.copy_tokenizer(draft)
-    make_console().print(f"{reader.folder} is written to {output}", soft_wrap=True)
+        if gguf:
+            write_gguf(draft, folder_draft / GGUF)
+            shutil.rmtree(draft)
+    return reader.folder
 
 
 @contextmanager

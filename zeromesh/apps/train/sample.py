@@ -29,15 +29,24 @@ class TextWriter:
     begin: Callable[[], Next]  # makes the function for a new text
     ends: frozenset[int]  # ids that end a text
     tokenizer: TextTokenizer
+    longest: int | None = None  # tokens that the model looks at; None without a limit
 
     def pieces(self, prompt: str, tokens: int, temperature: float, seed: int, chat: bool = False) -> Iterator[str]:
         """Yield a continuation of ``prompt``, or with ``chat`` an answer to it, piece by piece."""
         if chat:
             before = self.tokenizer.prompt([{"role": "user", "content": prompt}]).tolist()
         else:
-            # A tokenizer without a token that begins a text was trained with the end of the text before.
-            start = self.tokenizer.end if self.tokenizer.begin is None else self.tokenizer.begin
-            before = [start, *self.tokenizer.encode([prompt])[0].tolist()]
+            before = self.beginning(prompt)
+        yield from self.continued(before, tokens, temperature, seed)
+
+    def beginning(self, text: str) -> list[int]:
+        """Return the ids of the beginning of a document."""
+        # A tokenizer without a token that begins a text was trained with the end of the text before.
+        start = self.tokenizer.end if self.tokenizer.begin is None else self.tokenizer.begin
+        return [start, *self.tokenizer.encode([text])[0].tolist()]
+
+    def continued(self, before: list[int], tokens: int, temperature: float, seed: int) -> Iterator[str]:
+        """Yield a continuation of ids piece by piece."""
         yield from stream_text(self.tokenizer, self._ids(before, tokens, temperature, seed), before)
 
     @torch.no_grad()
@@ -49,7 +58,7 @@ class TextWriter:
         following = self.begin()
         for _ in range(tokens):
             # Models may have more entries than the tokenizer, which have no text.
-            logits = following(context)[: self.tokenizer.size].float()
+            logits = following(context)[: self.tokenizer.size].float().cpu()
             if temperature == 0:
                 token = int(logits.argmax())
             else:
@@ -83,11 +92,7 @@ def load_writer(folder: RunFolder) -> TextWriter:
     if isinstance(language, Transformer):
         if language.lora is not None:
             folder.require_base()
-        model = load_transformer(language, folder.model)
-        ends = model.generation_config.eos_token_id
-        end_ids = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
-        longest = positions(model.config.get_text_config())
-        return TextWriter(lambda: _cached(model, longest), end_ids | {tokenizer.end}, tokenizer)
+        return writer_of(load_transformer(language, folder.model), tokenizer)
     assert isinstance(language, BuiltIn)
     decoder, longest = _decoder(language, folder.model / "model.safetensors"), language.sequence_length
 
@@ -96,7 +101,15 @@ def load_writer(folder: RunFolder) -> TextWriter:
         logits: torch.Tensor = decoder(torch.tensor([ids[-longest:]]))[0, -1]
         return logits
 
-    return TextWriter(lambda: following, frozenset({tokenizer.end}), tokenizer)
+    return TextWriter(lambda: following, frozenset({tokenizer.end}), tokenizer, longest)
+
+
+def writer_of(model: Any, tokenizer: TextTokenizer) -> TextWriter:
+    """Return a writer with a model of transformers, on the model's device."""
+    ends = model.generation_config.eos_token_id
+    end_ids = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+    longest = positions(model.config.get_text_config())
+    return TextWriter(lambda: _cached(model, longest), end_ids | {tokenizer.end}, tokenizer, longest)
 
 
 def _decoder(language: BuiltIn, weights: Path) -> Decoder:
@@ -135,7 +148,7 @@ def _cached(model: Any, longest: int | None) -> Next:
         # Beyond the last position the window moves, every position changes, and kept keys are wrong.
         if longest is not None and len(ids) > longest:
             ids, cache, seen = ids[-longest:], None, 0
-        output = model(input_ids=torch.tensor([ids[seen:]]), past_key_values=cache, use_cache=True)
+        output = model(input_ids=torch.tensor([ids[seen:]], device=model.device), past_key_values=cache, use_cache=True)
         cache = getattr(output, "past_key_values", None)
         seen = len(ids) if cache is not None else 0
         logits: torch.Tensor = output.logits[0, -1]
