@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from mistakes import Mistake
 
@@ -15,7 +16,19 @@ WITHOUT_MATPLOTLIB = (
     "main()"
 )
 
+SETUP = Path(__file__).parents[2] / "tools" / "setup.py"
+OLD_PYTHON = (
+    "import runpy, sys; sys.version_info = (3, 9, 2); sys.argv = ['setup.py', 'hf']; "
+    f"runpy.run_path('{SETUP}', run_name='__main__')"
+)
+
 MISTAKES = [
+    Mistake(
+        "make with a Python that is too old",
+        f'python -c "{OLD_PYTHON}"',
+        ("ZeroMesh needs Python 3.11 or newer", "is 3.9.2", "make train PYTHON=python3.12"),
+        status=1,
+    ),
     Mistake("a command with a typo", "zeromesh trian config.json", ("No such command 'trian'. Did you mean 'train'?",)),
     Mistake(
         "an option with a typo",
@@ -38,8 +51,8 @@ MISTAKES = [
     Mistake(
         "a configuration that is not JSON",
         "zeromesh train config.json",
-        ("config.json: is not JSON", "line 3, column 1"),
-        {"config.json": '{\n  "train_batch_size": 8,\n}\n'},
+        ("config.json: is not JSON: Expecting ',' delimiter at line 3, column 3",),
+        {"config.json": '{\n  "train_batch_size": 8\n  "optimizer": {}\n}\n'},
     ),
     Mistake(
         "a configuration for a script",
