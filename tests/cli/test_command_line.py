@@ -18,6 +18,7 @@ LINES = [
     ("--version", 0, "zeromesh 0"),
     ("--help", 0, "Usage: zeromesh"),
     ("train --help", 0, "Example: zeromesh train"),
+    ("launch -h", 0, "Example: zeromesh launch"),
     ("config bad.json", 2, "did you mean train_batch_size?"),
     ("train bad.json", 2, "did you mean train_batch_size?"),
     ("train bad.json --verify", 2, "did you mean train_batch_size?"),
@@ -74,7 +75,10 @@ def test_help_has_an_example_that_parses_and_flags_without_a_type(row: CommandRo
     assert (program, name) == ("zeromesh", row.function.__name__)
     if ">" in arguments:  # a shell's
         arguments = arguments[: arguments.index(">")]
-    typer.main.get_command(app).commands[name].make_context(name, arguments)
+    command = typer.main.get_command(app).commands[name]
+    command.make_context(name, arguments)
+    for parameter in command.params:
+        assert "[" not in (parameter.help or ""), f"{parameter.name}: what is in brackets is a style, and is not shown"
     text = call(name, "--help").output
     assert "Example: zeromesh" in text
     assert "<bool>" not in text

@@ -61,6 +61,12 @@ MISTAKES = [
         {"config.json": json.dumps(SETTINGS)},
     ),
     Mistake(
+        "a notebook for a script",
+        "zeromesh launch train.ipynb",
+        ("'train.ipynb' is a notebook; start ranks in one of its cells, with zeromesh.launch(function, 2)",),
+        {"train.ipynb": "{}"},
+    ),
+    Mistake(
         "a script that is not there",
         "zeromesh launch trian.py",
         ("'trian.py' is no file; did you mean train.py?",),

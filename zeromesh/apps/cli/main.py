@@ -16,6 +16,7 @@ app = typer.Typer(
     help="Train PyTorch models that do not fit, or are too slow, on one device.",
     epilog="First steps: docs/getting-started.md. Completion of commands: zeromesh --install-completion",
     invoke_without_command=True,
+    context_settings={"help_option_names": ["--help", "-h"]},  # of the commands, too
     pretty_exceptions_enable=False,
 )
 
