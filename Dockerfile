@@ -7,8 +7,8 @@
 #
 #     docker build --build-arg TORCH=cu130 -t zeromesh:cuda .
 #
-# Tried: neither build, as there was no Docker where this was written. Tried without it: the wheel, installed as below
-# into a fresh environment, by `make wheels`.
+# Tried: neither build, as there was no base image where this was written. Tried without one: its files, its wheel and
+# its entry point, by tests/tools/test_dockerfile.py.
 ARG PYTHON=3.12
 
 # The compiler of the native kernels stays in this stage.
@@ -22,9 +22,11 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 FROM python:${PYTHON}-slim
 # The name of PyTorch's index: cpu, or a version of CUDA such as cu130.
 ARG TORCH=cpu
-RUN pip install --no-cache-dir "torch>=2.11" --index-url https://download.pytorch.org/whl/${TORCH}
+COPY constraints.txt /wheels/
+RUN pip install --no-cache-dir -c /wheels/constraints.txt torch --index-url https://download.pytorch.org/whl/${TORCH}
 COPY --from=build /wheels /wheels
-RUN pip install --no-cache-dir "$(ls /wheels/*.whl)[hf,datasets,plots,tensorboard]" && rm -r /wheels
+RUN pip install --no-cache-dir -c /wheels/constraints.txt "$(ls /wheels/*.whl)[hf,datasets,plots,tensorboard]" && \
+    rm -r /wheels
 WORKDIR /work
 COPY examples examples
 ENTRYPOINT ["zeromesh"]

@@ -8,7 +8,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test test-all coverage bench bench-tensor bench-pipeline bench-links bench-kernel bench-offload bench-nvme bench-plan bench-tables bench-scale gpu validate-plan check docs docs-serve wheels pythons clean bench-examples
 
-train: .venv/.plots.done
+# With what README's "Fine-tune" needs, too.
+train: .venv/.hf,plots.done
 	.venv/bin/zeromesh train examples/stdlib.json --set run.output=runs/stdlib-$$(date +%Y%m%d-%H%M%S)
 
 # Two tests at a time: most wait for processes that they have started. Each worker begins with half of the files, in order,

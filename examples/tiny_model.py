@@ -7,11 +7,15 @@ Its weights are random, so it knows only what it learns from the example's chats
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+try:
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+except ImportError as error:
+    sys.exit(f"{sys.executable} lacks {error.name}; activate the environment, or in the clone: pip install '.[hf]'")
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>\n"

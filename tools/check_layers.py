@@ -68,6 +68,7 @@ REACHED = (
     "base.operation_counts",
     "base.progress",
     "base.quantized_layers",
+    "base.requirements",
     "base.words",
     "checkpoint.boxes",
     "checkpoint.checkpoint_folder",

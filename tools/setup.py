@@ -43,6 +43,8 @@ def create():
 def install(python, extra):
     """Install the project with an extra at the pinned versions, one short line per package."""
     command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"]
+    # By a path, not setuptools' finder, which comes after a folder named zeromesh beside a user's script.
+    command += ["--config-settings", "editable_mode=compat"]
     command += ["--constraint", "constraints.txt", "--editable", f".[{extra}]"]
     pip = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     log = []

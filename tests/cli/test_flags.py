@@ -35,6 +35,9 @@ RECORDED = (
 
 SMALL = "llama:layers=2,hidden=64,heads=2"
 
+COMPLETION = ("--install-completion", "--show-completion")
+"""Options of typer's, which depend on the shell."""
+
 Shows = str | Callable[[str, str], bool]
 """A pattern of what is seen with the flag and not without, or a rule for what is seen without it and with it."""
 
@@ -100,6 +103,7 @@ ROWS = [
         ("--seed", "--seed 9", differs),
         ("--count", "--count 3", lambda without, there: len(there) > 2 * len(without)),
         ("--chat", "--chat", "chat"),
+        ("--json", "--json", r'^\{\n "prompt": "def"'),
         full=True,
     ),
     Row("export", "--tag", "{run} {out}", "--tag global_step9", "global_step9", full=True),
@@ -218,6 +222,7 @@ ROWS = [
         ("--text", "--text {out}", "# 1f1b"),
         ("--list", "--list", "the shortest that is found"),
         ("--check", "--check {schedule}", "^valid: 2 stages"),
+        ("--json", "--json", r'"bubble": 0.375'),
     ),
     Row("schedule", "--group", "--name interleaved-1f1b --chunks 2 --stages 4", "--group 4", differs),
     *recorded(
@@ -404,7 +409,7 @@ def flags() -> frozenset[tuple[str, str]]:
         (name, next(text for text in parameter.opts if text.startswith("--")))
         for name, command in commands.items()
         for parameter in command.params
-        if parameter.param_type_name == "option" and "--help" not in parameter.opts
+        if parameter.param_type_name == "option" and not {"--help", *COMPLETION} & {*parameter.opts}
     )
 
 

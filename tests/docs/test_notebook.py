@@ -1,6 +1,7 @@
 """The notebook for newcomers runs, learns, and shows its plots."""
 
 import json
+import re
 from typing import Any
 
 import nbformat
@@ -8,7 +9,7 @@ import pytest
 
 from run_notebook import NOTEBOOK, execute
 
-LARGEST = 100_000  # bytes of the file with its pictures
+LARGEST = 120_000  # bytes of the file with its pictures
 FIGURES = 3  # losses of one process, losses of two ranks, memory
 STEPS = 200
 END = """
@@ -45,6 +46,8 @@ def test_the_notebook_learns_on_one_and_on_two_ranks_and_redraws_its_plots() -> 
     pictures = shown(notebook, "image/png")
     assert len(pictures) == FIGURES
     assert pictures[:2] == [output.data["image/png"] for output in last]  # the live plots show all losses
+    first, last = re.search(r"loss at step 1: (\S+), at step 60: (\S+)", notebook.cells[-1].outputs[0].text).groups()
+    assert float(last) < float(first)
     assert any("tokens/s" in table for table in shown(notebook, "text/markdown"))
 
 

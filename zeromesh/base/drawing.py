@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zeromesh.base.requirements import pip_install
+
 WIDTH = 12.0  # inches
 MOST_NAMES = 48  # beside a map, which can be read
 
@@ -23,7 +25,7 @@ def require_matplotlib() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError(f"a picture needs matplotlib ({error}); pip install 'zeromesh[plots]'") from None
+        raise ValueError(f"a picture needs matplotlib ({error}): {pip_install('matplotlib')}") from None
     return Figure
 
 

@@ -16,6 +16,8 @@ from typing import Annotated, Any, BinaryIO, TextIO
 from pydantic import AfterValidator, Field, TypeAdapter
 from typing_extensions import TypedDict
 
+from zeromesh.base.words import nearest
+
 # Bytes of the largest text that is read: of a file for people, and of one that grows with the run.
 LARGEST_TEXT, LARGEST_RECORD = 64 * 1024**2, 1024**3
 
@@ -158,3 +160,12 @@ def free_path(path: Path) -> Path:
         number += 1
         candidate = path.with_stem(f"{path.stem}_{number}")
     return candidate
+
+
+def meant_file(path: Path, rule: str) -> str:
+    """Return "did you mean NAME?" for a missing file that has a neighbour of a similar name, else the rule."""
+    try:
+        neighbour = nearest(path.name, sorted(entry.name for entry in path.parent.iterdir() if entry.is_file()))
+    except OSError:
+        return rule
+    return f"did you mean {path.with_name(neighbour)}?" if neighbour is not None else rule

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zeromesh.base.files import UnreadableFile, read_text
+from zeromesh.base.files import UnreadableFile, meant_file, read_text
 from zeromesh.base.words import show
 from zeromesh.config.curriculum_section import sampled_by_length
 from zeromesh.config.errors import ConfigError
@@ -62,12 +62,13 @@ def whole_document(source: str | Path | Mapping[str, Any], overrides: Sequence[s
 
 def read_object(path: Path) -> dict[str, Any]:
     """Return the object of a JSON or YAML file; raise ConfigError where there is none, or a key stands in it twice."""
+    if path.suffix == ".py" and path.is_file():
+        raise ConfigError([f"is a Python script; start it with: zeromesh launch {path}"], str(path))
     try:
         text = read_text(path, "utf-8-sig")  # editors on Windows begin a file with a mark
     except FileNotFoundError:
-        raise ConfigError(
-            ["there is no such file; give the path of a JSON or YAML file, or a dict"], str(path)
-        ) from None
+        meant = meant_file(path, "give the path of a JSON or YAML file, or a dict")
+        raise ConfigError([f"there is no such file; {meant}"], str(path)) from None
     except UnreadableFile as error:
         raise ConfigError([f"{error.what}; give the path of a JSON or YAML file, or a dict"], str(path)) from None
     except (OSError, ValueError) as error:

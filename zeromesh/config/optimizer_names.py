@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from zeromesh.base.optimizer_table import OPTIMIZERS
 from zeromesh.base.words import nearest, public_classes, show
 
@@ -25,30 +27,30 @@ def check_partition(value: str | list[int]) -> str | list[int]:
 
 def check_optimizer(name: str) -> str:
     """Return ``name``. Raise ValueError, with a suggestion, if there is no such optimizer."""
-    # Imported late, because the command line reads settings before anything needs torch.
-    import torch
-
     row = EXACT_OPTIMIZERS.get(name.lower())
     if row is not None:
         raise ValueError(f"is not available; use {row.name}: {row.why}")
     ours = tuple(row.name.lower() for row in OPTIMIZERS if row.states)
-    return _check(name, ours, public_classes(torch.optim, torch.optim.Optimizer), "torch.optim")
+    return _check(name, ours, "torch.optim", "Optimizer")
 
 
 def check_scheduler(name: str) -> str:
     """Return ``name``. Raise ValueError, with the remedy, if there is no such schedule or it needs a metric."""
-    from torch.optim import lr_scheduler
-
     if name.lower() == "reducelronplateau":
         raise ValueError(
             "needs a metric in every step, which the engine does not have; leave the scheduler out, make one over the "
             "optimizer that initialize returns, and call its step(metric) yourself"
         )
-    return _check(name, SCHEDULERS, public_classes(lr_scheduler, lr_scheduler.LRScheduler), "torch.optim.lr_scheduler")
+    return _check(name, SCHEDULERS, "torch.optim.lr_scheduler", "LRScheduler")
 
 
-def _check(name: str, ours: tuple[str, ...], theirs: dict[str, type], module: str) -> str:
-    if name.lower() in {*map(str.lower, ours), *theirs}:
+def _check(name: str, ours: tuple[str, ...], module: str, base: str) -> str:
+    if name.lower() in map(str.lower, ours):
+        return name
+    # Importing torch takes seconds, and another mistake in the file is told without it.
+    torch_module = import_module(module)
+    theirs = public_classes(torch_module, getattr(torch_module, base))
+    if name.lower() in theirs:
         return name
     suggestion = nearest(name, (*ours, *(cls.__name__ for cls in theirs.values())))
     remedy = f"did you mean {show(suggestion)}?" if suggestion else "choose one of them"

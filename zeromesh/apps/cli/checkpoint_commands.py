@@ -20,14 +20,14 @@ def convert(
         typer.Option(metavar="MODEL", help="Folder with a config.json of transformers, or package.module:function."),
     ] = None,
     strip: Annotated[
-        str, typer.Option(metavar="PREFIX", help="Beginning of names to take off, such as 'model.' of Lightning.")
+        str, typer.Option(metavar="PREFIX", help="Prefix to remove from names, such as Lightning's 'model.'.")
     ] = "",
     weights_only: Annotated[
         bool, typer.Option("--weights-only", help="Leave out optimizer, scheduler and counters.")
     ] = False,
     ranks: Annotated[int, typer.Option(help="Ranks that will load deepspeed-universal into sharded parameters.")] = 0,
 ) -> None:
-    """Turn a checkpoint of another library into one of ZeroMesh, or one of ZeroMesh into another format."""
+    """Convert a checkpoint of another library to ZeroMesh's format, or one of ZeroMesh to another format."""
     with command_errors():
         from zeromesh.apps.train.screen import make_console
         from zeromesh.checkpoint.weights.convert import convert_checkpoint
@@ -62,10 +62,10 @@ def inspect(
 def config(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="A JSON or YAML file in DeepSpeed's format.")],
     fix: Annotated[
-        bool, typer.Option("--fix", help="Write the file anew, as zeromesh reads it, and each change to stderr.")
+        bool, typer.Option("--fix", help="Print the file as ZeroMesh reads it, and each change to stderr.")
     ] = False,
 ) -> None:
-    """Show the settings of a configuration, or make one for DeepSpeed load here."""
+    """Show the settings of a configuration, or rewrite one made for DeepSpeed."""
     with command_errors():
         from zeromesh.apps.cli.config import fix as rewrite
         from zeromesh.apps.cli.config import show

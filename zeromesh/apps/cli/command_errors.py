@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 
@@ -27,6 +28,13 @@ def command_errors() -> Iterator[None]:
         raise end_command(f"error: {error}", error, FAILED) from None
     except KeyboardInterrupt as error:
         raise end_command("stopped", error, STOPPED) from None
+
+
+def check_settings(config: Path, overrides: Sequence[str] = ()) -> None:
+    """Raise ConfigError for a mistake in a configuration. torch, which takes seconds to import, is not imported."""
+    from zeromesh.apps.train.train_settings import TrainSettings
+
+    TrainSettings.load(config, overrides, tells=False)
 
 
 def end_command(message: str, error: BaseException, code: int) -> typer.Exit:

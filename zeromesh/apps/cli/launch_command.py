@@ -15,6 +15,7 @@ from pathlib import Path
 import typer
 
 from zeromesh.apps.launch.launch import available_cores, default_ranks, python_rank, threads
+from zeromesh.base.files import meant_file
 from zeromesh.base.words import counted
 from zeromesh.comm.detect import Environment
 from zeromesh.comm.launchers import find, names_of
@@ -44,6 +45,14 @@ class LaunchOptions:
     secret_file: Path | None
 
 
+NO_SCRIPTS = {
+    ".json": "a configuration; start it with: zeromesh train {}",
+    ".ipynb": "a notebook; start ranks in one of its cells, with zeromesh.launch(function, 2)",
+    ".sh": "a script of a shell; name what it starts, or add --no-python where each rank is to run it",
+}
+"""Files that are given in place of a Python script, by the end of the name, and what to do instead."""
+
+
 def rank_command(
     name: str, arguments: Sequence[str], is_module: bool, is_command: bool, as_deepspeed: bool = False
 ) -> list[str]:
@@ -55,8 +64,12 @@ def rank_command(
         )
     if is_module and is_command:
         raise ValueError("-m and --no-python exclude each other: a module is run by Python; leave one of them out")
-    if not is_module and not is_command and not Path(name).is_file():
-        raise ValueError(f"{name!r} is no file; name a Python script, or -m MODULE, or --no-python PROGRAM")
+    if not is_module and not is_command:
+        if not Path(name).is_file():
+            rule = "name a Python script, or -m MODULE, or --no-python PROGRAM"
+            raise ValueError(f"{name!r} is no file; {meant_file(Path(name), rule)}")
+        if (meant := NO_SCRIPTS.get(Path(name).suffix)) is not None:
+            raise ValueError(f"{name!r} is {meant.format(name)}")
     if is_command and shutil.which(name) is None:
         raise ValueError(f"{name!r} is no program that can be run; see its path, and that it is executable")
     if as_deepspeed:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from zeromesh.apps.cli.command_errors import WRONG_INPUT, command_errors, end_command
+from zeromesh.apps.cli.command_errors import WRONG_INPUT, check_settings, command_errors, end_command
 
 
 def plan(
@@ -47,6 +48,8 @@ def plan(
 ) -> None:
     """Show which layout of a model fits a machine, how fast it is, and why, before anything runs."""
     with command_errors():
+        if explain is not None:
+            check_settings(explain)
         from zeromesh.apps.cli import plan_command as plans
 
         target = plans.machine_of(machine, gpu, gpus, nodes, node, inside, between, host_memory, price)
@@ -82,6 +85,7 @@ def schedule(
     text: Annotated[Path | None, typer.Option(help="Write the schedule, with its messages, into this file.")] = None,
     show_list: Annotated[bool, typer.Option("--list", help="Show the names and exit.")] = False,
     check: Annotated[Path | None, typer.Option(help="Check the schedule in this file instead of making one.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON, for programs.")] = False,
 ) -> None:
     """Show when the ranks of a pipeline compute, how long they are idle, and how much they hold."""
     with command_errors():
@@ -93,7 +97,7 @@ def schedule(
             schedules.check(check)
         else:
             files = schedules.ScheduleFiles(svg, trace, text)
-            schedules.show(name, stages, microbatches, chunks, group, schedules.costs_of(costs), memory, files)
+            schedules.show(name, stages, microbatches, chunks, group, schedules.costs_of(costs), memory, files, as_json)
 
 
 def verify(
@@ -123,13 +127,16 @@ def verify(
     verify_layout(config, model, overrides or (), ranks, steps, whole, timeout, as_json, picture)
 
 
-def verify_layout(*arguments: Any, **named: Any) -> None:
+def verify_layout(
+    config: Path, model: str | None = None, overrides: Sequence[str] = (), *arguments: Any, **named: Any
+) -> None:
     """Compare, and exit unless the layout trains as one process does. Only a difference has status 1."""
     with command_errors():
+        check_settings(config, overrides)
         from zeromesh.apps.cli import verify as verifying
 
         try:
-            verdict = verifying.run(verifying.VerifyQuestion(*arguments, **named))
+            verdict = verifying.run(verifying.VerifyQuestion(config, model, overrides, *arguments, **named))
         except (ValueError, OSError, typer.Exit):
             raise
         except Exception as error:  # a user's function may raise anything, and a traceback's status is 1

@@ -12,13 +12,15 @@ from zeromesh.apps.cli.command_errors import FAILED, command_errors, end_command
 
 def launch(
     program: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script; what follows are its arguments.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", show_default=False)] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGUMENTS", show_default=False, help="Arguments of SCRIPT.")
+    ] = None,
     nproc: Annotated[
         int | None,
         typer.Option(
             *("--nproc", "-np", "--num_gpus", "--nproc-per-node", "--nproc_per_node"),
             metavar="N",
-            help="Ranks per node; one for each accelerator, else 1, if left out.",
+            help="Ranks per node. Default: one per accelerator, or 1.",
         ),
     ] = None,
     nnodes: Annotated[
@@ -26,7 +28,7 @@ def launch(
         typer.Option(
             *("--nnodes", "--num_nodes"),
             metavar="A[:B]",
-            help="Nodes; A:B lets nodes come and go between A and B. [default: PET_NNODES, else 1]",
+            help="Nodes; A:B lets nodes come and go between A and B. Default: PET_NNODES, else 1.",
         ),
     ] = None,
     node_rank: Annotated[
@@ -34,7 +36,7 @@ def launch(
         typer.Option(
             *("--node-rank", "--node_rank"),
             metavar="R",
-            help="0 on the node of --master; by its host name if left out.",
+            help="0 on the node of --master; by host name if left out.",
         ),
     ] = None,
     master: Annotated[
@@ -42,18 +44,18 @@ def launch(
     ] = None,
     max_restarts: Annotated[
         int | None,
-        typer.Option(min=0, metavar="K", help="Start all ranks again so often when one fails. [default: 0; 3 for A:B]"),
+        typer.Option(min=0, metavar="K", help="Restart all ranks up to K times when one fails. Default: 0; 3 for A:B."),
     ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that nodes have to find each other.")] = 300.0,
     secret_file: Annotated[
-        Path | None, typer.Option(help="File with a secret that all nodes share; needed for several.")
+        Path | None, typer.Option(help="File with a secret that all nodes share; required for several nodes.")
     ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")] = False,
     no_python: Annotated[
-        bool, typer.Option("--no-python", "--no_python", help="SCRIPT is a program that is not Python's.")
+        bool, typer.Option("--no-python", "--no_python", help="SCRIPT is an executable, not Python code.")
     ] = False,
     as_deepspeed: Annotated[
-        bool, typer.Option("--as-deepspeed", help="`import deepspeed` in SCRIPT is ZeroMesh.")
+        bool, typer.Option("--as-deepspeed", help="Let `import deepspeed` in SCRIPT import ZeroMesh.")
     ] = False,
     master_addr: Annotated[str | None, typer.Option("--master_addr", "--master-addr", hidden=True)] = None,
     master_port: Annotated[int | None, typer.Option("--master_port", "--master-port", hidden=True)] = None,

@@ -243,7 +243,7 @@ def _explain(question: PlanQuestion, asked: AskedModel, machine: Machine) -> boo
     request = _request(replace(question, batch=batch, sequence=sequence), asked, machine, precision)
     judgement = judge(request, layout)
     if question.as_json:
-        write(json.dumps(judgement.as_json(), indent=1) + "\n")
+        write(json.dumps(judgement.as_json() | _candidate_json(judgement.candidate), indent=1) + "\n")
         return judgement.fits
     _paragraphs([f"{question.explain} on {machine.name or 'the machine'}: {layout_text(layout)}"])
     write("\n")

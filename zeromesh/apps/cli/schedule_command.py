@@ -58,6 +58,7 @@ def show(
     costs: Costs,
     memory: float | None,
     files: ScheduleFiles,
+    as_json: bool = False,
 ) -> None:
     """Make a schedule, check it, and print its grid, its bubble and the micro-batches that ranks hold."""
     chunks = ROWS[name].chunks[0] if chunks is None and name in ROWS else chunks or 1
@@ -68,11 +69,17 @@ def show(
     schedule = generate(name, ranks, microbatches, chunks, group, costs, memory)
     validate(schedule, memory, costs)
     timeline = simulate(schedule, costs)
-    write(picture.grid(timeline, shutil.get_terminal_size().columns) + "\n")
-    write(f"time    {timeline.makespan:g}\nbubble  {timeline.bubble:.2%}{_formula(name, shape)}\n")
-    write(_held(schedule))
-    counts = (counted(stages, "stage"), counted(ranks, "rank"), counted(microbatches, "micro-batch"))
-    _write(files, timeline, f"{name}: {', '.join(counts)}")
+    if as_json:
+        counts = {"stages": stages, "ranks": ranks, "microbatches": microbatches}
+        times = {"time": timeline.makespan, "bubble": timeline.bubble}
+        answer = {"name": name, **counts, **times, "most_held": most_held_by_rank(schedule)}
+        write(json.dumps(answer, indent=1) + "\n")
+    else:
+        write(picture.grid(timeline, shutil.get_terminal_size().columns) + "\n")
+        write(f"time    {timeline.makespan:g}\nbubble  {timeline.bubble:.2%}{_formula(name, shape)}\n")
+        write(_held(schedule))
+    sizes = (counted(stages, "stage"), counted(ranks, "rank"), counted(microbatches, "micro-batch"))
+    _write(files, timeline, f"{name}: {', '.join(sizes)}")
 
 
 def check(file: Path) -> None:

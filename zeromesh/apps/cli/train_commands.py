@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from zeromesh.apps.cli.command_errors import command_errors
+from zeromesh.apps.cli.command_errors import check_settings, command_errors
 from zeromesh.apps.cli.layout_commands import verify_layout
 
 CONFIGURATIONS = (".json", ".yaml", ".yml")  # suffixes
@@ -48,6 +48,8 @@ def train(
             from zeromesh.apps.train.starting_config import configuration_of
 
             source = configuration_of(str(config), data)
+        else:
+            check_settings(config, overrides or ())
         from zeromesh.apps.train.train_run import train as run
 
         run(source, overrides or [], "auto" if auto_resume else resume)
@@ -69,12 +71,13 @@ def sample(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the choices.")] = 0,
     count: Annotated[int, typer.Option(min=1, help="Texts to write.")] = 1,
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message; write the answer.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON, for programs.")] = False,
 ) -> None:
     """Continue a text with the model of a run."""
     with command_errors():
         from zeromesh.apps.train.sample import continue_text
 
-        continue_text(run, prompt, tokens, temperature, seed, count, chat)
+        continue_text(run, prompt, tokens, temperature, seed, count, chat, as_json)
 
 
 def export(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -157,11 +158,25 @@ def _cached(model: Any, longest: int | None) -> Next:
     return following
 
 
-def continue_text(run: Path, prompt: str, tokens: int, temperature: float, seed: int, count: int, chat: bool) -> None:
-    """Print ``count`` continuations as they come; raise ValueError if the run has no model to sample from."""
+def continue_text(
+    run: Path,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    count: int,
+    chat: bool,
+    as_json: bool = False,
+) -> None:
+    """Print ``count`` continuations as they come, or all as JSON; raise ValueError if the run has no model."""
     writer = load_writer(RunFolder(run))
     # Python decodes bytes of the command line that the locale does not know to lone surrogates.
     prompt = os.fsencode(prompt).decode("utf-8", "replace")
+    if as_json:
+        seeds = range(seed, seed + count)
+        texts = ["".join(writer.pieces(prompt, tokens, temperature, each, chat)) for each in seeds]
+        write(json.dumps({"prompt": prompt, "continuations": texts}, indent=1) + "\n")
+        return
     console = make_console()
     for number in range(count):
         if number:
