@@ -60,7 +60,9 @@ APPLICATION = "apps.train"
 """Package that imports public names only: those of ``zeromesh`` itself, and the modules below."""
 
 REACHED = (
+    "base.chart_page",
     "base.drawing",
+    "base.extras",
     "base.files",
     "base.lengths",
     "base.lock",
@@ -82,6 +84,7 @@ REACHED = (
     "comm.failure",
     "comm.rank",
     "config.batch_sizes",
+    "config.errors",
     "config.printing",
     "config.refusals",
     "config.section",

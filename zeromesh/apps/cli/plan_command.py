@@ -17,7 +17,7 @@ from zeromesh.apps.plan.choose.answer import PlanAnswer, answer, layout_text, re
 from zeromesh.apps.plan.choose.fit import host_bytes
 from zeromesh.apps.plan.choose.judge import judge
 from zeromesh.apps.plan.choose.layout_documents import document_for, launch_command, layout_from, precision_for
-from zeromesh.apps.plan.choose.plan_picture import write_picture
+from zeromesh.apps.plan.choose.plan_picture import PAGE_ENDS, write_picture
 from zeromesh.apps.plan.choose.search import PlanCandidate, PlanResult, search
 from zeromesh.apps.plan.choose.space import PlanRequest
 from zeromesh.apps.plan.machine.cluster import Machine
@@ -77,7 +77,7 @@ def machine_of(
 
 def plan(question: PlanQuestion, machine: Machine) -> bool:
     """Print the plan, and write its files; return whether anything fits."""
-    if question.picture is not None:
+    if question.picture is not None and question.picture.suffix.lower() not in PAGE_ENDS:
         require_matplotlib()  # before the work
     precision = precision_for(slowest(machine))
     asked = asked_model(question.model, precision)

@@ -21,6 +21,7 @@ from zeromesh.apps.train.goodput import TimeLog
 from zeromesh.apps.train.loop import Loop, Progress
 from zeromesh.apps.train.metrics import MetricsLog
 from zeromesh.apps.train.model import parameter_groups
+from zeromesh.apps.train.needed_packages import require_packages
 from zeromesh.apps.train.planned import planned
 from zeromesh.apps.train.run_folder import RunFolder
 from zeromesh.apps.train.run_loss import HeldOut, require_causal, require_document_attention
@@ -47,6 +48,7 @@ def train(config: Path, overrides: Sequence[str], resume: bool | Literal["auto"]
     overrides = [*overrides, *([f"run.resume={json.dumps(resume)}"] if resume else [])]
     loaded = TrainSettings.load(config, overrides)
     refuse_unfilled(config, loaded, overrides)
+    require_packages(loaded, config)
     goes_on = is_auto(config, overrides, "run.resume") or may_restart()
     settings = planned(config, overrides, _decided(loaded, goes_on))
     if is_first():
@@ -139,9 +141,6 @@ def _train(job: Job, prepared: PreparedData, began: float) -> None:
     engine, cost = engine_of(job)
     try:
         console = make_console(quiet=engine.mesh.rank != 0)
-        changed = engine.config.model_dump(mode="json", exclude_defaults=True)
-        lines = [f"  {key}: {json.dumps(value)}" for key, value in changed.items()]
-        console.print("\n".join(["settings that differ from the defaults:", *lines]))
         trained, every = engine.sharded.count(trained=True), engine.sharded.count()
         part = f", {scaled_text(trained)} of them trained" if trained < every else ""
         console.print(

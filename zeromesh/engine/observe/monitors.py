@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zeromesh.base.extras import install_line
 from zeromesh.base.files import LARGEST_RECORD, read_text, write_text
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ def open_monitors(settings: Settings | Resolved, rank: int) -> Monitor:
             try:
                 writers[name] = open_writer(section)
             except ImportError as error:
-                text = f"{name} needs the package {name}, which is not here ({error}): pip install {name}"
+                text = f"{name} needs the package {name}, which is not installed ({error}): {install_line([name])}"
                 raise ImportError(text) from error
     return Monitor(writers)
 
