@@ -48,7 +48,7 @@ def mpiexec() -> str:
     own = Path(sys.executable).with_name("mpiexec")
     found = str(own) if own.exists() else shutil.which("mpiexec")
     if found is None:
-        raise RunFailed("there is no mpiexec; pip install 'zeromesh[mpi]' brings one")
+        raise RunFailed("there is no mpiexec; pip install mpi4py mpich brings one")
     return found
 
 

@@ -62,7 +62,6 @@ APPLICATION = "apps.train"
 REACHED = (
     "base.chart_page",
     "base.drawing",
-    "base.extras",
     "base.files",
     "base.lengths",
     "base.lock",
@@ -70,6 +69,7 @@ REACHED = (
     "base.operation_counts",
     "base.progress",
     "base.quantized_layers",
+    "base.requirements",
     "base.words",
     "checkpoint.boxes",
     "checkpoint.checkpoint_folder",

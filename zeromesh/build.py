@@ -17,6 +17,7 @@ from zeromesh.apps.plan.automatic import choose_layout
 from zeromesh.apps.plan.compare import prediction
 from zeromesh.apps.train.train_settings import TrainSettings
 from zeromesh.base.keras_layers import refuse_other_backends
+from zeromesh.base.requirements import untested_torch
 from zeromesh.base.signatures import refuse, takes_args_first
 from zeromesh.comm.agreement import world_group
 from zeromesh.comm.environment import Environment, device_of_group, init_distributed
@@ -158,6 +159,8 @@ def run_steps(
     if chosen.loss_fn is None and isinstance(chosen.model, PipelineModule):
         chosen = replace(chosen, loss_fn=chosen.model.loss_fn)
     _show_log()
+    if notice := untested_torch(torch.__version__):
+        logging.getLogger("zeromesh").info(notice)
     # The file may be one of zeromesh train's, whose sections are checked, too.
     settings, environment = steps.read_configuration(chosen, mesh, start, TrainSettings.load)
     settings = choose_layout(chosen, settings, world_group(device_of_group(environment)), environment)

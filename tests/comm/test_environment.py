@@ -151,7 +151,7 @@ def test_an_unknown_backend_is_refused_with_those_there_are() -> None:
 
 @pytest.mark.skipif(dist.is_mpi_available(), reason="this torch has MPI")
 def test_mpi_without_mpi4py_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = "mpi4py is not installed; pip install zeromesh[mpi] brings it"
+    missing = "mpi4py is not installed; pip install 'mpi4py>=4' mpich brings it"
     monkeypatch.setattr("zeromesh.comm.mpi.backend.missing", lambda: missing)
     with pytest.raises(RuntimeError, match="'mpi', but mpi4py is not installed; pip install .* brings it; or use gloo"):
         init_distributed("mpi")

@@ -437,7 +437,7 @@ def test_several_nodes_without_a_master_ask_mpi_or_the_user(monkeypatch: pytest.
     pretend_mpi(monkeypatch, "", (1, 4))
     asked = module._with_master(SEVERAL_NODES, "gloo", None)
     assert (asked.master_address, asked.master_port) == ("head", 4321)
-    pretend_mpi(monkeypatch, "mpi4py is not installed; pip install zeromesh[mpi] brings it", (1, 4))
+    pretend_mpi(monkeypatch, "mpi4py is not installed; pip install 'mpi4py>=4' mpich brings it", (1, 4))
     with pytest.raises(ValueError, match="mpi4py is not installed.*or set MASTER_ADDR .* and MASTER_PORT"):
         init_distributed("gloo", environment=SEVERAL_NODES)
 

@@ -18,7 +18,7 @@ LAUNCH = [sys.executable, "-m", "zeromesh.apps.cli.main", "launch"]
 MPIEXEC = next(
     (str(path) for path in [Path(sys.executable).with_name("mpiexec")] if path.exists()), shutil.which("mpiexec")
 )
-needs_mpiexec = pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec: pip install 'zeromesh[mpi]'")
+needs_mpiexec = pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec: pip install mpi4py mpich")
 
 WAYS = {
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT],

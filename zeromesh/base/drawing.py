@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zeromesh.base.extras import install_line
+from zeromesh.base.requirements import pip_install
 
 WIDTH = 12.0  # inches
 MOST_NAMES = 48  # beside a grid, which can be read
@@ -73,7 +73,7 @@ def require_matplotlib() -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError(
-            f"a picture needs matplotlib ({error}): {install_line(['matplotlib'])}; a page, FILE.html, needs nothing"
+            f"a picture needs matplotlib ({error}): {pip_install('matplotlib')}; a page, FILE.html, needs nothing"
         ) from None
     return Figure
 

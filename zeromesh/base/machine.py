@@ -21,22 +21,12 @@ import torch
 from zeromesh.base.devices import find_accelerator
 from zeromesh.base.kernels.measure import copy_speed, product_speed
 from zeromesh.base.kernels.native import examine
+from zeromesh.base.requirements import LEAST_TORCH, OPTIONAL, pip_install, torch_release
 from zeromesh.base.version import VERSION
 from zeromesh.base.words import counted
 
 MACHINE = "ZEROMESH_MACHINE"
 """Variable with the path of a machine.json, in place of presets and of what is measured."""
-
-# Optional packages, and the extra of ZeroMesh that brings each.
-EXTRAS = {
-    "mpi4py": "mpi",
-    "transformers": "hf",
-    "peft": "hf",
-    "datasets": "datasets",
-    "matplotlib": "plots",
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-}
 
 # Flags of processors that say how fast matrix products are, as Linux names them.
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "sve", "bf16", "i8mm")
@@ -173,10 +163,7 @@ def inventory(folder: Path) -> dict[str, Any]:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "zeromesh": VERSION,
-            "packages": {
-                name: {"version": installed(name), "install": f"pip install 'zeromesh[{extra}]'"}
-                for name, extra in EXTRAS.items()
-            },
+            "packages": {name: {"version": installed(name), "install": pip_install(name)} for name in OPTIONAL},
         },
         "devices": devices(),
         "unused_gpus": 0 if torch.cuda.is_available() or hidden else len(list(Path("/dev").glob("nvidia[0-9]*"))),
@@ -194,8 +181,8 @@ def problems(facts: Mapping[str, Any]) -> list[dict[str, str]]:
     shared, available = facts["memory"]["shared_bytes"], facts["memory"]["available_bytes"]
     checks = [
         (
-            tuple(int(part) for part in torch_version.split("+")[0].split(".")[:2]) < (2, 11),
-            f"torch is {torch_version}, and ZeroMesh needs 2.11 or later",
+            torch_release(torch_version) < LEAST_TORCH,
+            f"torch is {torch_version}, and ZeroMesh needs {'.'.join(map(str, LEAST_TORCH))} or later",
             "pip install --upgrade torch",
         ),
         (

@@ -23,6 +23,7 @@ from zeromesh.apps.cli.machine_file import check_target, save_machine, speeds_of
 from zeromesh.apps.launch.launch import RankFailure, default_ranks, launch
 from zeromesh.apps.train.screen import make_console, write
 from zeromesh.base.machine import inventory, problems
+from zeromesh.base.requirements import untested_torch
 from zeromesh.base.words import bytes_text, counted, some
 from zeromesh.comm.agreement import texts, world_group
 from zeromesh.comm.environment import (
@@ -242,6 +243,8 @@ def _show(report: Mapping[str, Any]) -> None:
 def _show_node(console: Console, node: Mapping[str, Any]) -> None:
     versions, cores, have, disk = node["versions"], node["processor"], node["memory"], node["disk"]
     rows = [(name, versions[name] or "not installed") for name in ("zeromesh", "torch", "python")]
+    if notice := untested_torch(versions["torch"]):
+        rows.append(("", notice))
     rows += [(name, row["version"] or f"not installed: {row['install']}") for name, row in versions["packages"].items()]
     _table(console, f"versions on {node['host']}", ("", ""), rows)
     rows = [

@@ -23,6 +23,7 @@ from zeromesh.apps.train.data.tokenizer import load_tokenizer
 from zeromesh.apps.train.train_settings import GROUP, HuggingFace, Lora, ModelShape, Quantization, TrainSettings
 from zeromesh.base.files import read_text
 from zeromesh.base.lengths import positions
+from zeromesh.base.requirements import pip_install
 from zeromesh.base.words import nearest
 from zeromesh.checkpoint.weights.pretrained import build, configuration, is_model_id, model_folder, saved_quantization
 from zeromesh.checkpoint.weights.quantize_weights import require_library
@@ -316,7 +317,7 @@ def _with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
     try:
         import peft
     except ImportError as error:
-        raise ValueError(f"lora needs PEFT ({error}); pip install 'zeromesh[hf]'") from None
+        raise ValueError(f"lora needs PEFT ({error}): {pip_install('peft')}") from None
     _require_modules(model, lora)
     # PEFT takes lists of names, and this one name as a string only.
     options = {

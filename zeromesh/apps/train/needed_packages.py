@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from zeromesh.apps.train.data.hub_datasets import is_dataset_id
 from zeromesh.apps.train.train_settings import TrainSettings
-from zeromesh.base.extras import install_line, is_installed, missing_packages
+from zeromesh.base.requirements import pip_install
 from zeromesh.config.errors import ConfigError
 
 
 def require_packages(settings: TrainSettings, source: Path) -> None:
-    """Raise ConfigError with every package that the configuration in ``source`` needs and that is not installed."""
-    needed = dict(_needed(settings))
-    problems = missing_packages(needed)
-    if len(problems) > 1:
-        missing = [package for package in needed if not is_installed(package)]
-        problems.append(f"all at once: {install_line(missing)}")
+    """Raise ConfigError with each package that the configuration in ``source`` needs and that is missing."""
+    missing = {package: reason for package, reason in _needed(settings) if not _is_installed(package)}
+    problems = [
+        f"{reason} needs the package {package}, which is not installed: {pip_install(package)}"
+        for package, reason in missing.items()
+    ]
+    if len(missing) > 1:
+        problems.append(f"all at once: {pip_install(*missing)}")
     if problems:
         raise ConfigError(problems, str(source))
+
+
+def _is_installed(package: str) -> bool:
+    """Return whether a package can be found; it is not imported, which may take seconds."""
+    try:
+        return find_spec(package) is not None
+    except (ImportError, ValueError):  # an import hook refuses it, or it was switched off in sys.modules
+        return False
 
 
 def _needed(settings: TrainSettings) -> Iterator[tuple[str, str]]:

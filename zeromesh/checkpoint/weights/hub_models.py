@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zeromesh.base.files import inside, read_text
+from zeromesh.base.requirements import pip_install
 
 MODEL_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -43,8 +44,8 @@ def model_folder(name: str | Path, weights: bool = True, revision: str = MAIN) -
         from huggingface_hub.errors import LocalEntryNotFoundError
     except ImportError as error:
         raise ValueError(
-            f"{str(name)!r} is no local folder, and a model of the Hub needs the package huggingface_hub ({error}); "
-            "pip install 'zeromesh[hf]'"
+            f"{str(name)!r} is no local folder, and a model of the Hub needs the package huggingface_hub ({error}): "
+            + pip_install("huggingface_hub")
         ) from None
     patterns = [*SETTINGS, *(WEIGHTS if weights else ())]
     fetch = functools.partial(snapshot_download, str(name), revision=revision, allow_patterns=patterns)

@@ -20,6 +20,7 @@ from torch import nn
 
 from zeromesh.base.files import LARGEST_TEXT, require_regular
 from zeromesh.base.quantized_layers import is_quantized
+from zeromesh.base.requirements import pip_install
 from zeromesh.base.words import nearest, some
 from zeromesh.checkpoint.weights.hub_models import MAIN as MAIN
 from zeromesh.checkpoint.weights.hub_models import configured
@@ -432,5 +433,5 @@ def require_transformers(module: str = "") -> Any:
         return import_module(f"transformers.{module}" if module else "transformers")
     except ImportError as error:
         raise ValueError(
-            f"Hugging Face models need transformers, version 5 or newer ({error}); pip install 'zeromesh[hf]'"
+            f"Hugging Face models need transformers, version 5 or newer ({error}): {pip_install('transformers')}"
         ) from None

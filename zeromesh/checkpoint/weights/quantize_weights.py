@@ -22,6 +22,7 @@ from zeromesh.base.quantized_layers import (
     parts,
     weight_of,
 )
+from zeromesh.base.requirements import pip_install
 from zeromesh.checkpoint.weights.weight_files import FileTensor
 from zeromesh.shard.parameters.deferred import compute_later, read_from, replayed
 from zeromesh.shard.parameters.materialise import replace
@@ -136,7 +137,7 @@ def require_library(library: str) -> None:
     try:
         import_module(library)
     except ImportError as error:
-        raise ValueError(f"quantized weights need {library} ({error}); pip install {library}") from None
+        raise ValueError(f"quantized weights need {library} ({error}): {pip_install(library)}") from None
 
 
 def _device() -> torch.device:

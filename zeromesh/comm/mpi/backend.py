@@ -22,12 +22,13 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from zeromesh.base.requirements import pip_install
 from zeromesh.comm.interface import own_address
 from zeromesh.comm.launchers import OPEN_MPI
 from zeromesh.comm.messages import gather_texts
 from zeromesh.comm.trust import TOKEN
 
-REMEDY = "pip install 'zeromesh[mpi]'"
+REMEDY = pip_install("mpi4py")
 
 ABI = "MPI4PY_MPIABI"  # mpi4py's variable for the family of libraries that it loads
 _ABI_OF_OPEN_MPI = "openmpi"

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zeromesh.base.extras import install_line
 from zeromesh.base.files import LARGEST_RECORD, read_text, write_text
+from zeromesh.base.requirements import pip_install
 
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved, Settings
@@ -212,7 +212,7 @@ def open_monitors(settings: Settings | Resolved, rank: int) -> Monitor:
             try:
                 writers[name] = open_writer(section)
             except ImportError as error:
-                text = f"{name} needs the package {name}, which is not installed ({error}): {install_line([name])}"
+                text = f"{name} needs the package {name}, which is not installed ({error}): {pip_install(name)}"
                 raise ImportError(text) from error
     return Monitor(writers)
 

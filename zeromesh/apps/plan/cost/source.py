@@ -16,6 +16,7 @@ from zeromesh.apps.plan.cost.passes import Inputs, TraceOptions
 from zeromesh.base.dry.model_inputs import InputSizes, inputs_of
 from zeromesh.base.files import LARGEST_TEXT, require_regular
 from zeromesh.base.lengths import option, positions
+from zeromesh.base.requirements import pip_install
 from zeromesh.checkpoint.weights.hub_models import configured
 
 CONFIG = "config.json"
@@ -104,7 +105,9 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise ValueError("planning for a model of Hugging Face needs transformers; pip install transformers") from error
+        raise ValueError(
+            f"planning for a model of Hugging Face needs transformers ({error}): {pip_install('transformers')}"
+        ) from error
     return transformers
 
 

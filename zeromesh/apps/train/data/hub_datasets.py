@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from zeromesh.base.requirements import pip_install
 from zeromesh.checkpoint.weights.pretrained import MAIN, reason_of
 
 # A configuration and a split may follow, as in "org/name:config:split".
@@ -31,8 +32,8 @@ def dataset_folder(name: str, revision: str = MAIN) -> Path:
         import datasets
     except ImportError as error:
         raise ValueError(
-            f"data source {name!r} is no local file, and a data set of the Hub needs the package datasets ({error}); "
-            "pip install 'zeromesh[datasets]'"
+            f"data source {name!r} is no local file, and a data set of the Hub needs the package datasets ({error}): "
+            + pip_install("datasets")
         ) from None
     source, config, split = (*name.split(":"), "", "")[:3]
     cache_name = name if revision == MAIN else f"{name}@{revision}"

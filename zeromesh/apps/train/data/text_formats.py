@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zeromesh.apps.train.data.indexed import ENDINGS, MASK, file_of, prefix_of
+from zeromesh.base.requirements import pip_install
 
 INDEXED = "indexed"  # format, and kind, of files that hold tokens
 DATASET_FILES = ("state.json", "dataset_info.json")  # mark a folder of datasets
@@ -281,9 +282,7 @@ def _open_table(path: Path, changed: int) -> Any:
         else:
             from pyarrow import parquet
     except ImportError:
-        raise ValueError(
-            f"reading {str(path)!r} needs the package {package}: pip install 'zeromesh[datasets]'"
-        ) from None
+        raise ValueError(f"reading {str(path)!r} needs the package {package}: {pip_install(package)}") from None
     with _readable(path):
         return load_from_disk(str(path)).with_format(None) if package == "datasets" else parquet.ParquetFile(path)
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from zeromesh.base.files import LARGEST_RECORD, open_regular, require_regular
+from zeromesh.base.requirements import pip_install
 
 Ids = NDArray[np.int64]
 Message = dict[str, Any]
@@ -202,7 +203,7 @@ def _of_folder(folder: Path) -> TextTokenizer:
         from transformers import AutoTokenizer
     except ImportError:
         raise ValueError(
-            f"the tokenizer in {str(folder)!r} needs the package transformers: pip install 'zeromesh[hf]'"
+            f"the tokenizer in {str(folder)!r} needs the package transformers: {pip_install('transformers')}"
         ) from None
     for file in folder.iterdir():
         if file.is_file() and file.suffix not in WEIGHTS:

@@ -1,0 +1,41 @@
+"""Packages that ZeroMesh works with: how to install the optional ones, and which torch it is tested with."""
+
+from __future__ import annotations
+
+import shlex
+
+OPTIONAL = ("mpi4py", "transformers", "peft", "datasets", "matplotlib", "tensorboard", "wandb")
+"""Optional packages that ``zeromesh doctor`` looks for."""
+
+# What pip is asked for, where it is not the package's name alone; pyproject.toml has the same in its extras.
+_REQUIREMENTS = {
+    "transformers": ("transformers>=5",),
+    "keras": ("keras>=3",),
+    "mpi4py": ("mpi4py>=4", "mpich"),
+}
+
+LEAST_TORCH = (2, 11)
+TESTED_TORCH = (2, 13)
+"""The oldest torch that is accepted, and the newest that the tests have run with."""
+
+
+def pip_install(*packages: str) -> str:
+    """Return the command that installs optional packages. It works anywhere, also without a clone of ZeroMesh."""
+    return shlex.join(
+        ["pip", "install", *(name for package in packages for name in _REQUIREMENTS.get(package, (package,)))]
+    )
+
+
+def torch_release(version: str) -> tuple[int, int]:
+    """Return (major, minor) of a version of torch such as "2.13.0+cpu"."""
+    major, minor = version.split("+")[0].split(".")[:2]
+    return int(major), int(minor)
+
+
+def untested_torch(version: str) -> str:
+    """Return a sentence if a torch is newer than the tests have run with, else ""."""
+    if torch_release(version) <= TESTED_TORCH:
+        return ""
+    newest = ".".join(map(str, TESTED_TORCH))
+    remedy = shlex.join(["pip", "install", f"torch=={newest}.*"])
+    return f"torch {version} is newer than {newest}, the newest that ZeroMesh is tested with; if it fails: {remedy}"
