@@ -248,4 +248,4 @@ def test_lines_of_logs_that_are_no_records_are_left_out_and_counted(
         (tmp_path / name).write_text(text + '[1]\nnull\n{"kind": "train", "step": "x", "began": "y"}\n')
     told = call("report", tmp_path)
     assert told.exit_code == 0
-    assert "6 lines of its logs are no records of a run, and are left out" in told.output
+    assert "left out 6 lines of its logs that are no records of a run" in told.output

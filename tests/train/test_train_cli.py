@@ -405,7 +405,7 @@ def test_a_run_that_is_stopped_or_fails_says_what_was_kept_and_how_to_go_on(
     interrupted(finished, tmp_path / "run")
     result = call("train", config(corpus, tmp_path), "--resume")
     assert result.exit_code == code
-    assert "checkpoint global_step3; the same command with --resume goes on from there" in result.stderr
+    assert "checkpoint global_step3; the same command with --resume continues from it" in result.stderr
 
 
 @pytest.mark.full

@@ -50,7 +50,7 @@ def launching() -> str:
     for node, x in enumerate((8, 198)):
         canvas.box(x, 8, 174, 198, "#fff")
         canvas.text(x + 87, 24, f"node{node + 1}", 12, "middle")
-        canvas.box(x + 10, 32, 154, 34, BLUE, f"zeromesh launch, on node {node}")
+        canvas.box(x + 10, 32, 154, 34, BLUE, "zeromesh launch")
         for rank in range(2):
             canvas.arrow(x + 48 + 78 * rank, 66, x + 48 + 78 * rank, 92)
             canvas.box(x + 14 + 78 * rank, 92, 68, 30, GREEN, f"rank {2 * node + rank}")

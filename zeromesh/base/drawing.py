@@ -78,6 +78,13 @@ def require_matplotlib() -> Any:
     return Figure
 
 
+def require_picture(path: Path) -> None:
+    """Raise ValueError if ``draw_charts`` cannot write a picture in the format of the end of a path."""
+    ends = require_matplotlib()().canvas.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in ends or path.is_dir():
+        raise ValueError(f"{str(path)!r} names no picture; end it in .html for a page, or in one of {', '.join(ends)}")
+
+
 def draw_charts(path: Path, title: str, charts: Sequence[Chart]) -> None:
     """Write a picture, in the format of the end of its name; raise ValueError without matplotlib or for another end."""
     heights = [_height(chart) for chart in charts]

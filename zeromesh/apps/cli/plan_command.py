@@ -25,7 +25,7 @@ from zeromesh.apps.plan.machine.presets import cluster
 from zeromesh.apps.plan.predict.lower_bounds import least_memory, slowest
 from zeromesh.apps.train.screen import write
 from zeromesh.apps.train.train_settings import TrainSettings
-from zeromesh.base.drawing import require_matplotlib
+from zeromesh.base.drawing import require_picture
 from zeromesh.base.words import bytes_text, counted, scaled_text
 from zeromesh.engine.initialize.widths import PRECISIONS
 
@@ -78,7 +78,7 @@ def machine_of(
 def plan(question: PlanQuestion, machine: Machine) -> bool:
     """Print the plan, and write its files; return whether anything fits."""
     if question.picture is not None and question.picture.suffix.lower() not in PAGE_ENDS:
-        require_matplotlib()  # before the work
+        require_picture(question.picture)  # before the work
     precision = precision_for(slowest(machine))
     asked = asked_model(question.model, precision)
     if question.explain is not None:
@@ -105,6 +105,7 @@ def plan(question: PlanQuestion, machine: Machine) -> bool:
             _paragraphs([f"The layout is in {config}. Start it{where} with{note}:"])
             write(f"  {command}\n")
     if question.picture is not None:
+        question.picture.parent.mkdir(parents=True, exist_ok=True)
         write_picture(told, question.picture)
         if not question.as_json:
             _paragraphs([f"The picture is {question.picture}."])

@@ -41,9 +41,10 @@ def write_run_page(run: Path, live: bool = False) -> Path:
     (records, others), (times, more) = read_records(folder.metrics, form_of), read_times(folder.times)
     attempts = read_attempts(folder.times)
     if others + more:
-        _log.warning("%s: %d lines of its logs are no records of a run, and are left out", run, others + more)
+        _log.warning("%s: left out %d lines of its logs that are no records of a run", run, others + more)
     if not attempts:
-        raise ValueError(f"{str(run)!r} has no run: name the folder that run.output of zeromesh train names")
+        is_there = "has no run" if run.is_dir() else "is no folder"
+        raise ValueError(f"{str(run)!r} {is_there}: name the folder that run.output of zeromesh train names")
     settings = None
     with suppress(ValueError, OSError):  # of another version, or not written yet
         settings = folder.settings()

@@ -196,7 +196,7 @@ class Monitor:
                 action(writer)
             except Exception as error:  # whatever it is, training is worth more
                 del self._writers[name]
-                _log.warning("%s failed and is written to no more, training goes on: %s", name, error)
+                _log.warning("%s failed: nothing more is written to it, and training continues: %s", name, error)
 
 
 def open_monitors(settings: Settings | Resolved, rank: int) -> Monitor:
