@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from math import isfinite
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,6 +127,10 @@ def test_a_command_writes_the_page_of_a_run_without_matplotlib(tmp_path: Path, m
     assert "rank 1, memory, step 20: 3.00 times as long" in tips
 
 
+def interrupt(_: float) -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_live_page_reloads_itself_until_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_of(tmp_path)
     monkeypatch.setattr(run_picture, "RELOAD", 0.01)
@@ -136,6 +141,11 @@ def test_a_live_page_reloads_itself_until_the_run_ends(tmp_path: Path, monkeypat
             file.write(json.dumps({"kind": "train", "step": 21, "loss": 1.0}) + "\n")
         os.utime(tmp_path / "metrics.jsonl", (time.time() + 5,) * 2)
         assert "step 21" in Page(next(pages).read_text()).text
+        monkeypatch.setattr(run_picture, "time", SimpleNamespace(sleep=interrupt))
+        with pytest.raises(KeyboardInterrupt):
+            next(pages)
+        assert "location.reload" not in (tmp_path / "report.html").read_text()
+    pages = run_picture.watch(tmp_path)
     last = next(pages).read_text()
     assert "location.reload" not in last
     assert next(pages, None) is None

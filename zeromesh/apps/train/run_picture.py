@@ -67,12 +67,17 @@ def write_run_page(run: Path, live: bool = False) -> Path:
 def watch(run: Path) -> Iterator[Path]:
     """Write a run's page anew whenever its files change, until the run ends; yield its path each time."""
     folder, written = RunFolder(run), 0.0
-    while is_locked(run):
-        changed = max((path.stat().st_mtime for path in (folder.metrics, folder.times) if path.is_file()), default=0.0)
-        if changed > written and read_attempts(folder.times):
-            written = changed
-            yield write_run_page(run, live=True)
-        time.sleep(RELOAD)
+    try:
+        while is_locked(run):
+            logs = (path for path in (folder.metrics, folder.times) if path.is_file())
+            changed = max((path.stat().st_mtime for path in logs), default=0.0)
+            if changed > written and read_attempts(folder.times):
+                written = changed
+                yield write_run_page(run, live=True)
+            time.sleep(RELOAD)
+    except KeyboardInterrupt:
+        write_run_page(run)  # a page that nobody writes again must not reload itself
+        raise
     yield write_run_page(run)
 
 
