@@ -146,9 +146,10 @@ class MicroBatchSizes:
         if size > self._configured or (size < self._configured and self._was_small):
             _log.warning(
                 "the model is given %s at a time (the first dimension of its inputs), but "
-                "train_micro_batch_size_per_gpu is %d; gradients are right, but samples are counted, and "
-                "train_batch_size is, as configured: feed %d, or set train_micro_batch_size_per_gpu to %d",
+                "train_micro_batch_size_per_gpu is %d. Gradients are right, but sample counts and learning-rate steps "
+                "assume micro-batches of %d: feed %d, or set train_micro_batch_size_per_gpu to %d",
                 counted(size, "sample"),
+                self._configured,
                 self._configured,
                 self._configured,
                 size,
