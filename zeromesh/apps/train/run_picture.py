@@ -159,8 +159,8 @@ def charts(
     yield _timeline(attempts)
     work, hardware = _work_of_ranks(times), _slowness_of_hardware(times)
     for name, rows in (
-        ("work of each rank, beside the median of the others; dark: slower", work),
-        ("hardware, beside its usual speed; dark: slower", hardware),
+        ("work of each rank, beside the median of the others; orange: slower", work),
+        ("hardware, beside its usual speed; orange: slower", hardware),
     ):
         if len(rows) > 1:
             yield _ratios(name, rows)

@@ -26,7 +26,7 @@ def short_lines(report: Report) -> list[str]:
         rows.append(("spikes", some(spikes, most=SPIKES_SHOWN)))
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:{width}}  {value}" for name, value in rows]
-    samples = [line for text in report["samples"] for line in text.strip().splitlines()]
+    samples = [line for text in report["samples"] for line in text.splitlines() if line.strip()]
     if samples:
         lines += ["samples:", *(f"  {line}" for line in samples[:SAMPLE_LINES])]
         lines += ["  ... (all of them are in report.md)"] if len(samples) > SAMPLE_LINES else []
