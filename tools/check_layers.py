@@ -60,6 +60,7 @@ APPLICATION = "apps.train"
 """Package that imports public names only: those of ``zeromesh`` itself, and the modules below."""
 
 REACHED = (
+    "base.chart_page",
     "base.drawing",
     "base.files",
     "base.lengths",
@@ -83,6 +84,7 @@ REACHED = (
     "comm.failure",
     "comm.rank",
     "config.batch_sizes",
+    "config.errors",
     "config.printing",
     "config.refusals",
     "config.section",

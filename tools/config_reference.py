@@ -1,4 +1,4 @@
-"""The reference page and the JSON schema, written from the settings: ``python tools/config_reference.py``."""
+"""The reference pages and the JSON schema, written from the settings: ``python tools/config_reference.py``."""
 
 from __future__ import annotations
 
@@ -22,30 +22,54 @@ from zeromesh.config.settings import entries
 from zeromesh.config.special_keys import EXACT, GONE, NOT_YET, OURS, RENAMED, UNREAD, UNSET, WITHOUT_EFFECT, sections_of
 
 COMMAND = "python tools/config_reference.py"
+TOP = "Batch sizes, clipping, seed, logging, and all sections by name."
 DIFFERENCES_SHOWN = 20
 
 PURPOSES = {
     "batch sizes, clipping, seed, logging": "top level",
-    "the optimizer and the learning rate": "optimizer scheduler",
-    "the precision": "bf16 fp16 torch_autocast data_types",
+    "the optimizer and the learning rate": "optimizer scheduler curriculum_learning",
+    "the precision": "bf16 fp16 torch_autocast data_types float8 compile",
     "sharding and offload": "zero_optimization slots aio",
     "tensor, context and pipeline parallelism, hybrid sharding": "mesh tensor_parallel context_parallel pipeline",
     "slow links between nodes": "communication",
     "recomputation": "activation_checkpointing",
     "large embedding tables": "embedding_tables",
-    "metrics, traces, checks": "tensorboard wandb csv_monitor flops_profiler profile replica_check debug",
+    "metrics, traces, checks": "tensorboard wandb csv_monitor flops_profiler profile replica_check spikes debug",
     "checkpoints": "checkpoint",
     "`zeromesh train`": "model huggingface lora dpo data run",
 }
-"""Rows of the first table: a purpose, and the sections that serve it."""
+"""Rows of the first table, a page each: a purpose, and the sections that serve it."""
+
+FOLDER = "configuration"
+NAMES = (
+    *("general", "optimizer", "precision", "zero", "parallel", "communication", "recomputation", "tables"),
+    *("monitoring", "checkpoints", "train"),
+)
+"""Names of these pages, in the order of ``PURPOSES``."""
+
+REST, CONVERSION = "other", "conversion"
+"""Pages of all other sections and names, and of files of DeepSpeed."""
+
+
+def _place(section: str) -> tuple[str, str]:
+    """Return the page of a section, and its anchor there; a forge's anchors have no dots."""
+    first = section.partition(".")[0] or "top level"
+    pages = (name for name, names in zip(NAMES, PURPOSES.values(), strict=True) if first in (names, *names.split()))
+    return next(pages, REST), section.replace(".", "") or "top-level"
+
+
+def _link(section: str, from_page: str = "") -> str:
+    """Return a link to a section, from one of the pages or from the overview."""
+    page, anchor = _place(section)
+    path = "" if page == from_page else f"{page}.md" if from_page else f"{FOLDER}/{page}.md"
+    name = f"`{section.rpartition('.')[2] if from_page else section}`" if section else "Top level"
+    return f"[{name}]({path}#{anchor})"
 
 
 def _purposes() -> str:
     rows = []
     for purpose, names in PURPOSES.items():
-        links = (
-            [f"[`{name}`](#{name})" for name in names.split()] if names != "top level" else ["[Top level](#top-level)"]
-        )
+        links = [_link("")] if names == "top level" else [_link(name) for name in names.split()]
         rows.append(f"| {purpose} | {', '.join(links)} |")
     return "\n".join(["| to set | see |", "|---|---|", *rows])
 
@@ -54,8 +78,8 @@ INTRODUCTION = f"""# Configuration
 
 <!-- Written by `{COMMAND}`; change the settings, not this page. -->
 
-This page lists every key of a configuration. A configuration is a JSON or YAML file in DeepSpeed's format, or a dict
-of the same form. An existing `ds_config.json` usually works unchanged; otherwise an error lists the keys that do not.
+These pages list every key of a configuration. A configuration is a JSON or YAML file in DeepSpeed's format, or a
+dict of the same form. An existing `ds_config.json` usually works unchanged; otherwise an error lists the keys that do not.
 
 ```json
 {{
@@ -90,18 +114,16 @@ of the same form. An existing `ds_config.json` usually works unchanged; otherwis
 - **Editors** complete and check files with [config.schema.json](config.schema.json), if the file begins with
   `"$schema": "path/to/config.schema.json"`.
 
-The column *from* says whether DeepSpeed has the key, or only ZeroMesh. Below a table, *no effect* lists keys of
-DeepSpeed that are accepted and ignored, with the reason, and *not supported yet* lists keys that accept only the value
-given.
+In the tables, the column *from* says whether DeepSpeed has the key, or only ZeroMesh. Below a table, *no effect* lists
+keys of DeepSpeed that are accepted and ignored, with the reason, and *not supported yet* lists keys that accept only
+the value given.
 
 A *dtype* is one of {", ".join(f'`"{name}"`' for name in DTYPE_NAMES)}.
 """
 
 
-ADOPTED = """## Convert a file of DeepSpeed
-
-If a file of DeepSpeed does not load, `zeromesh config --fix old.json > new.json` writes one that loads and means the
-same. It prints each change and the reason to standard error. A file that already loads stays as it is.
+ADOPTED = """If a file of DeepSpeed does not load, `zeromesh config --fix old.json > new.json` writes one that loads and
+means the same. It prints each change and the reason to standard error. A file that already loads stays as it is.
 `zeromesh.deepspeed` makes the same changes when it reads a configuration, with a warning. In Python:
 
 ```python
@@ -130,13 +152,37 @@ class _Untitled(GenerateJsonSchema):
         return False
 
 
-def page() -> str:
-    """Return the reference as Markdown."""
+def pages() -> dict[str, str]:
+    """Return the reference as pages of Markdown, by file."""
     known = entries(TrainSettings)
     sections = ["", *(path for path, entry in known.items() if entry.section)]
-    tables = [_section(section, known) for section in sections]
-    parts = [INTRODUCTION, *tables, _other_names(), _refused(), _adopted()]
-    return "\n".join(parts)
+    titles = [f"Configuration: {purpose.replace('`', '')}" for purpose in PURPOSES]
+    written = {f"{FOLDER}.md": f"{INTRODUCTION}\n{_all_sections(sections, known)}"}
+    for name, title in [*zip(NAMES, titles, strict=True), (REST, "Configuration: other sections and names")]:
+        tables = [_section(section, known) for section in sections if _place(section)[0] == name]
+        tables += [_other_names(), _refused()] if name == REST else []
+        written[f"{FOLDER}/{name}.md"] = "\n".join([_head(title), *tables])
+    return written | {f"{FOLDER}/{CONVERSION}.md": f"{_head('Convert a file of DeepSpeed')}\n{_adopted()}"}
+
+
+def _head(title: str) -> str:
+    note = f"<!-- Written by `{COMMAND}`; change the settings, not this page. -->"
+    below = f"Part of the [configuration](../{FOLDER}.md), which says how values are read.\n"
+    return f"# {title}\n\n{note}\n\n{below}"
+
+
+def _all_sections(sections: Iterable[str], known: dict[str, Entry]) -> str:
+    """Return a table of all sections, with the anchors that older links have."""
+    rows = [
+        f'| <a id="{_place(section)[1]}"></a>{_link(section)} | {known[section].meaning if section else TOP} |'
+        for section in sections
+    ]
+    more = [
+        f"| [Other names]({FOLDER}/{REST}.md#other-names) | Older and shorter names of keys. |",
+        f"| [Refused keys]({FOLDER}/{REST}.md#refused-keys) | Keys of DeepSpeed that are errors, with the remedy. |",
+        f"| [Convert a file of DeepSpeed]({FOLDER}/{CONVERSION}.md) | What `zeromesh config --fix` changes. |",
+    ]
+    return "\n".join(["## All sections", "", "| section | what it sets |", "|---|---|", *rows, *more]) + "\n"
 
 
 def schema() -> Schema:
@@ -176,8 +222,7 @@ def _section(section: str, known: dict[str, Entry]) -> str:
 def _line(entry: Entry) -> str:
     name = entry.path.rpartition(".")[2]
     if entry.section:
-        # GitHub's anchor of a heading has no dots.
-        name, value, default = f"[`{name}`](#{entry.path.replace('.', '')})", "an object", ""
+        name, value, default = _link(entry.path, _place(entry.path.rpartition(".")[0])[0]), "an object", ""
     else:
         name, value = f"`{name}`", entry.rule
         default = "required" if entry.required else f"`{show(entry.default)}`"
@@ -273,7 +318,7 @@ def _loosen(part: Schema) -> None:
 def files() -> dict[str, str]:
     """Return the text of each file by its name."""
     return {
-        "configuration.md": page(),
+        **pages(),
         "config.schema.json": json.dumps(schema(), indent=1) + "\n",
     }
 
@@ -297,6 +342,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.check:
         for name, text in files().items():
+            (options.folder / name).parent.mkdir(parents=True, exist_ok=True)
             (options.folder / name).write_text(text, encoding="utf-8")
         return 0
     stale = list(_stale(options.folder))

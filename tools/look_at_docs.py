@@ -1,7 +1,8 @@
 """Make screenshots of the manual: ``python tools/look_at_docs.py FOLDER [PAGE...] [--dark]``, after ``make docs``.
 
 Each page is shown in a headless Chromium at the width of a desktop and of a phone. A page that is wider than its window
-is named, and the exit status is 1. The browser reads ``build/site`` from a server on loopback and nothing else.
+is named, as is one whose code is cut on a desktop, and the exit status is 1. The browser reads ``build/site`` from a
+server on loopback and nothing else.
 """
 
 from __future__ import annotations
@@ -38,7 +39,12 @@ const media = "(prefers-color-scheme: " + ["", "light", "dark"][index] + ")";
 const choice = {{index, color: {{media, scheme: "{scheme}", primary: "indigo", accent: "indigo"}}}};
 localStorage.setItem("/.__palette", JSON.stringify(choice));  // as the switch of the page does
 const frame = document.getElementById("f");
-frame.onload = () => console.log("width is " + frame.contentDocument.documentElement.scrollWidth + " pixels");
+frame.onload = () => {{
+  const page = frame.contentDocument;
+  const blocks = [...page.querySelectorAll(".md-content pre > code")];
+  const code = blocks.filter(block => block.scrollWidth > block.clientWidth + 1);
+  console.log("width is " + page.documentElement.scrollWidth + " pixels, code is cut " + code.length + " times");
+}};
 frame.src = "/{page}";
 </script>"""
 
@@ -68,10 +74,14 @@ def look(browser: str, server: str, folder: Path, dark: bool, page: str, kind: s
         command = [browser, *FLAGS, f"--user-data-dir={profile}", f"--window-size={max(width, 500)},{HEIGHT}"]
         command += [f"--screenshot={picture}", f"{server}/frame/{width}/{HEIGHT}/{scheme}/{page}"]
         said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stderr
-    found = re.search(r"width is (\d+) pixels", said)
-    if not found:
+    measured = re.search(r"width is (\d+) pixels, code is cut (\d+) times", said)
+    if not measured:
         return f"{page} did not load at {width} pixels"
-    return f"{page} is {found[1]} pixels wide on a {kind} of {width}" if int(found[1]) > width else None
+    if int(measured[1]) > width:
+        return f"{page} is {measured[1]} pixels wide on a {kind} of {width}"
+    if kind == "desktop" and int(measured[2]):
+        return f"{page} has {measured[2]} blocks of code that are wider than the page at {width} pixels"
+    return None
 
 
 def main() -> None:

@@ -86,6 +86,7 @@ ROWS = [
         ("--auto-resume", "--auto-resume", r"launch\(.*resume=True"),
         full=True,  # as all rows with a run that has been trained; tests/train/test_train_cli.py resumes by default
     ),
+    Row("report", "--watch", "{run}", "--watch", "the run has ended; the page is complete", full=True),
     *real(
         "init",
         "tiny python-stdlib --file {out}.yaml",

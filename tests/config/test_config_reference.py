@@ -1,12 +1,14 @@
 """The reference page and the JSON schema say what the settings do."""
 
 import json
+import posixpath
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from config_reference import files, main, schema
+from config_reference import main, pages, schema
 from zeromesh.apps.train.train_settings import TrainSettings
 from zeromesh.config.settings import entries
 from zeromesh.config.special_keys import GONE, RENAMED, UNREAD, sections_of
@@ -65,7 +67,7 @@ def test_the_check_finds_a_stale_page_shows_where_and_says_what_to_do(tmp_path, 
     assert main([str(tmp_path), "--check"]) == 1
     assert main([str(tmp_path)]) == 0
     assert main([str(tmp_path), "--check"]) == 0
-    page = tmp_path / "configuration.md"
+    page = tmp_path / "configuration" / "general.md"
     page.write_text(page.read_text().replace("| `seed` |", "| `sed` |"))
     capsys.readouterr()
     assert main([str(tmp_path), "--check"]) == 1
@@ -75,8 +77,8 @@ def test_the_check_finds_a_stale_page_shows_where_and_says_what_to_do(tmp_path, 
     assert "python tools/config_reference.py" in shown
 
 
-def test_the_page_has_a_line_for_every_key_with_its_meaning() -> None:
-    page = files()["configuration.md"]
+def test_the_pages_have_a_line_for_every_key_with_its_meaning() -> None:
+    page = "\n".join(pages().values())
     for path, entry in entries(TrainSettings).items():
         assert entry.meaning.endswith(".") or not sections_of(path).isdisjoint(UNREAD), f"{path} has no description"
         section, _, name = path.rpartition(".")
@@ -88,12 +90,29 @@ def test_the_page_has_a_line_for_every_key_with_its_meaning() -> None:
         assert f"| `{name}` |" in page
 
 
-def test_the_page_marks_where_keys_come_from() -> None:
-    lines = {line.split("|")[1].strip(): line for line in files()["configuration.md"].splitlines() if "|" in line}
+def test_links_between_the_pages_lead_to_headings_and_older_links_to_the_overview() -> None:
+    written = pages()
+    anchors = {name: set(re.findall(r"^## `?(.+?)`?$", text, re.MULTILINE)) for name, text in written.items()}
+    anchors = {
+        name: {found.replace(".", "").replace(" ", "-").lower() for found in all_} for name, all_ in anchors.items()
+    }
+    for name, text in written.items():
+        for path, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", text):
+            target = posixpath.normpath(posixpath.join(posixpath.dirname(name), path)) if path else name
+            assert target not in written or anchor in anchors[target], (name, path, anchor)
+    overview = written["configuration.md"]
+    for section in [path for path, entry in entries(TrainSettings).items() if entry.section]:
+        assert f'<a id="{section.replace(".", "")}"></a>[`{section}`](configuration/' in overview
+    assert max(text.count("\n") for text in written.values()) < 160
+
+
+def test_the_pages_mark_where_keys_come_from() -> None:
+    everything = "\n".join(pages().values())
+    lines = {line.split("|")[1].strip(): line for line in everything.splitlines() if "|" in line}
     assert lines["`train_batch_size`"].endswith("| DeepSpeed |")
     assert lines["`units`"].endswith("| ZeroMesh |")
     assert "Not supported yet: expert parallelism; only `1`." in lines["`expert`"]
-    section = files()["configuration.md"].partition("## `zero_optimization`")[2].partition("\n## ")[0]
+    section = everything.partition("## `zero_optimization`")[2].partition("\n## ")[0]
     idle, _, later = section.partition("*No effect*:")[2].partition("*Not supported yet*:")
     assert "\n- `reduce_bucket_size`, `use_multi_rank_bucket_allreduce`: gradients are reduced unit by unit." in idle
     assert "`zero_quantized_nontrainable_weights`: quantized frozen weights; only `false`." in later

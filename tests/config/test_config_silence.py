@@ -104,6 +104,31 @@ def test_nothing_is_said_where_nothing_is_auto(caplog: pytest.LogCaptureFixture)
     assert warnings(caplog) == []
 
 
+@pytest.mark.parametrize(
+    ("sizes", "listed"),
+    [
+        ({}, ["optimizer.type", "optimizer.params.lr"]),
+        (
+            {"train_batch_size": 4},
+            [
+                "train_batch_size",
+                "train_micro_batch_size_per_gpu",
+                "gradient_accumulation_steps",
+                "optimizer.type",
+                "optimizer.params.lr",
+            ],
+        ),
+    ],
+)
+def test_settings_are_listed_once_and_no_size_of_batches_that_nobody_set(
+    sizes: dict[str, int], listed: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "zeromesh")
+    zeromesh.initialize(model=nn.Linear(2, 1), config=ADAM | sizes)
+    (message,) = [text for record in caplog.records if "settings you changed:" in (text := record.getMessage())]
+    assert [line.split(" = ")[0].strip() for line in message.splitlines()[1:]] == listed
+
+
 ON: list[dict[str, Any]] = [
     {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
     {"compression_training": {"layer_reduction": {"enabled": True, "keep_number_layer": 5}}},
@@ -188,7 +213,7 @@ def test_a_fed_micro_batch_is_compared_with_the_configured_one(shapes, told, cap
         assert warnings(caplog) == []
     else:
         (message,) = warnings(caplog)
-        assert f"gets {told} sample{'s' * (told > 1)} at a time" in message
+        assert f"is given {told} sample{'s' * (told > 1)} at a time" in message
         assert "train_micro_batch_size_per_gpu is 16. Gradients are right" in message
         assert f"feed 16, or set train_micro_batch_size_per_gpu to {told}" in message
 

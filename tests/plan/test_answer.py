@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from zeromesh.apps.plan.cost.shape import TransformerCost
 from zeromesh.apps.plan.machine.cluster import Machine
 from zeromesh.apps.plan.machine.presets import cluster
 from zeromesh.apps.plan.predict.rank_memory import memory_of
-from zeromesh.base.drawing import ChartPanel
+from zeromesh.base.drawing import draw_chart
 
 
 def told(source: CostSource, on: Machine, batch: int = 4) -> PlanAnswer:
@@ -142,19 +143,19 @@ def test_a_layout_of_the_user_is_judged() -> None:
 
 
 @pytest.mark.parametrize("size", [80 * GB, 0.1 * GB])
-def test_the_picture_has_memory_the_step_and_the_layouts_or_why_none_fits(
-    size: float, monkeypatch: pytest.MonkeyPatch
+def test_the_page_and_the_picture_have_memory_the_step_and_the_layouts_or_why_none_fits(
+    size: float, tmp_path: Path
 ) -> None:
     figure_of = pytest.importorskip("matplotlib.figure").Figure
-    titles = []
-
-    def draw(path: Path, title: str, panels: list[ChartPanel]) -> None:
-        for panel in panels:
-            axes = figure_of().subplots()
-            panel.draw(axes)
-            assert axes.collections or axes.texts
-            titles.append(panel.title.split()[0])
-
-    monkeypatch.setattr(plan_picture, "draw_panels", draw)
-    plan_picture.write_picture(told(Plain(4), machine(1, 2, memory=size, host=size)), Path("plan.png"))
-    assert titles == (["device", "a", "layouts"] if size > GB else ["layouts"])
+    plan = told(Plain(4), machine(1, 2, memory=size, host=size))
+    charts = [*plan_picture.charts(plan.result)]
+    assert [chart.title.split()[0] for chart in charts] == (["memory", "a", "time"] if size > GB else ["time"])
+    for chart in charts:
+        axes = figure_of().subplots()
+        draw_chart(chart, axes)
+        assert axes.collections or axes.texts
+    plan_picture.write_picture(plan, tmp_path / "plan.html")
+    page = (tmp_path / "plan.html").read_text()
+    assert page.count("<figure") == len(charts)
+    assert "://" not in page
+    assert sentences(plan)[0].split(";")[0] in unescape(page)

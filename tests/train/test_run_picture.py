@@ -1,9 +1,16 @@
-"""The picture of a run, which is drawn from its files at any time."""
+"""The page of a run, which is written from its files at any time."""
 
 import json
+import os
 import random
+import re
 import sys
+import time
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from math import isfinite
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +20,10 @@ from mutations import mutated
 from zeromesh.apps.train import run_picture
 from zeromesh.apps.train.goodput import read_times
 from zeromesh.apps.train.metrics import MetricsLog
-from zeromesh.base.drawing import ChartPanel
+from zeromesh.apps.train.train_settings import TrainSettings
+from zeromesh.base.chart_page import thinned, ticks
+from zeromesh.base.drawing import Chart
+from zeromesh.base.lock import locked
 
 
 def check(memory: float, slow: bool) -> dict[str, object]:
@@ -50,49 +60,116 @@ def run_of(folder: Path) -> Path:
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
-    """Titles of pictures, and the axes of each by the title of their panel; no file is written."""
-    figure_of = pytest.importorskip("matplotlib.figure").Figure
-    pictures: list[tuple[str, dict[str, Any]]] = []
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Charts of each page that is written, by the first words of their titles."""
+    pages: list[dict[str, Any]] = []
+    draw = run_picture.charts_html
 
-    def draw(path: Path, title: str, panels: list[ChartPanel]) -> None:
-        axes = {panel.title: figure_of().subplots() for panel in panels}
-        for panel in panels:
-            panel.draw(axes[panel.title])
-        pictures.append((title, axes))
+    def keep(charts: Iterator[Chart]) -> str:
+        shown = [*charts]
+        pages.append({chart.title.partition(",")[0]: chart for chart in shown})
+        return draw(shown)
 
-    monkeypatch.setattr(run_picture, "draw_panels", draw)
-    return pictures
+    monkeypatch.setattr(run_picture, "charts_html", keep)
+    return pages
 
 
-def test_a_command_draws_a_run(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    done = call("report", run_of(tmp_path))
+class Page(HTMLParser):
+    """Elements of a page, and its text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def settings_of(folder: Path, **run: object) -> None:
+    """Write the settings of a run beside its logs, as the trainer does."""
+    shape = {"hidden_size": 32, "layers": 2, "heads": 2, "sequence_length": 32}
+    document = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "model": shape,
+        "data": {"train": "text.txt"},
+        "run": {"steps": 40, **run},
+    }
+    settings = TrainSettings.load(document)
+    (folder / "config.json").write_text(settings.resolve(1, settings.resolve_mesh(1)).to_json())
+
+
+def test_a_command_writes_the_page_of_a_run_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    settings_of(run_of(tmp_path))
+    done = call("report", tmp_path)
     assert done.exit_code == 0, done.output
-    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    page = Page(html := (tmp_path / "report.html").read_text())
+    tags = [tag for tag, _ in page.elements]
+    assert not {"link", "img", "iframe"} & {*tags}
+    assert all("src" not in attributes and "href" not in attributes for _, attributes in page.elements)
+    assert "://" not in html
+    assert "prefers-color-scheme: dark" in html
+    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.elements
+    assert min(map(float, re.findall(r"font(?:-size)?: (\d+)px", html))) >= 9
+    assert "gpt, 2 blocks of width 32, ZeRO-0, step 20 of 40: not finished" in page.text
+    assert "optimizer.params.lr = 0.01" in page.text
+    assert "location.reload" not in html
+    curves = [json.loads(found) for _, each in page.elements if (found := each.get("data-curves"))]
+    assert curves[0]["curves"][0] == ["training", [[step, f"{5 - step / 10:g}"] for step in range(1, 21)]]
+    tips = [tip for _, each in page.elements if (tip := each.get("data-tip"))]
+    assert "starting: 4 s, from 0 s" in tips
+    assert "rank 1, memory, step 20: 3.00 times as long" in tips
 
 
-def test_without_matplotlib_the_remedy_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    done = call("report", run_of(tmp_path))
-    assert done.exit_code == 2
-    assert "pip install matplotlib" in done.output
+def interrupt(_: float) -> None:
+    raise KeyboardInterrupt
 
 
-def test_the_picture_shows_attempts_curves_ranks_and_hardware(tmp_path: Path, drawn: list[Any]) -> None:
-    run_picture.write_picture(run_of(tmp_path))
-    ((title, axes),) = drawn
-    assert title.endswith("step 20, 2 attempts in 0:30, of which 47% went to steps that count")
-    attempts, loss, _, _, work, hardware = axes.values()
-    assert [text.get_text() for text in attempts.get_legend().get_texts()] == ["starting", "steps that count", "down"]
-    assert [text.get_text() for text in loss.get_legend().get_texts()] == ["training", "held out", "spike"]
-    assert work.images[0].get_array().tolist() == [[1.0, pytest.approx(0.1 / 0.3)], [1.0, pytest.approx(1.5)]]
-    assert hardware.images[0].get_array().tolist()[3] == [pytest.approx(0.6), pytest.approx(3.0)]  # rank 1's memory
+def test_a_live_page_reloads_itself_until_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_of(tmp_path)
+    monkeypatch.setattr(run_picture, "RELOAD", 0.01)
+    with locked(tmp_path):
+        pages = run_picture.watch(tmp_path)
+        assert "location.reload" in next(pages).read_text()
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"kind": "train", "step": 21, "loss": 1.0}) + "\n")
+        os.utime(tmp_path / "metrics.jsonl", (time.time() + 5,) * 2)
+        assert "step 21" in Page(next(pages).read_text()).text
+        monkeypatch.setattr(run_picture, "time", SimpleNamespace(sleep=interrupt))
+        with pytest.raises(KeyboardInterrupt):
+            next(pages)
+        assert "location.reload" not in (tmp_path / "report.html").read_text()
+    pages = run_picture.watch(tmp_path)
+    last = next(pages).read_text()
+    assert "location.reload" not in last
+    assert next(pages, None) is None
+    done = call("report", tmp_path, "--watch")
+    assert done.exit_code == 0
+    assert "the run has ended; the page is complete" in " ".join(done.output.split())
+
+
+def test_the_page_shows_attempts_curves_ranks_and_hardware(tmp_path: Path, drawn: list[Any]) -> None:
+    run_picture.write_run_page(run_of(tmp_path))
+    (charts,) = drawn
+    assert [*charts["attempts"].bars] == ["steps that count", "starting", "down"]
+    assert [*charts["loss"].curves] == ["training", "held out"]
+    assert charts["loss"].marks == [7]
+    assert not charts["loss"].from_zero
+    assert charts["speed"].from_zero
+    work, hardware = ([cell.tone for cell in chart.cells.values()] for chart in [*charts.values()][-2:])
+    assert work == [0.0, pytest.approx(0.1 / 0.3 - 1), 0.0, pytest.approx(0.5)]
+    assert hardware[6:8] == [pytest.approx(-0.4), pytest.approx(2.0)]  # rank 1's memory
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has no attempt at a run: name the output folder of a run"):
-        run_picture.write_picture(tmp_path)
+    with pytest.raises(ValueError, match=r"has no run: name the folder that run\.output"):
+        run_picture.write_run_page(tmp_path)
 
 
 @pytest.mark.parametrize("works", [[[0.1, 0.1], [0.1, 0.1, 0.1, 0.1]], [[0.1, 0.1, 0.1, 0.5], [0.1]]])
@@ -100,13 +177,12 @@ def test_the_number_of_ranks_may_change(works: list[list[float]], tmp_path: Path
     rows = [{"began": 0.0, "step": 0}]
     rows += [{"seen": 1.0, "step": at, "work": work, "usual": [0.1] * len(work)} for at, work in enumerate(works, 1)]
     (tmp_path / "time.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run_picture.write_picture(tmp_path)
-    ratios = [*drawn[0][1].values()][-1].images[0].get_array()
+    run_picture.write_run_page(tmp_path)
+    cells = [*drawn[0].values()][-1].cells
     for rank in range(4):
         for at, work in enumerate(works):
-            missing = rank >= len(work)
-            assert bool(ratios.mask[rank, at]) == missing
-            assert missing or ratios[rank, at] == pytest.approx(work[rank] / 0.1)
+            assert ((rank, at) in cells) == (rank < len(work))
+            assert rank >= len(work) or cells[rank, at].tone == pytest.approx(work[rank] / 0.1 - 1)
 
 
 def test_values_that_are_missing_or_not_finite_and_other_versions_are_left_out(
@@ -119,8 +195,25 @@ def test_values_that_are_missing_or_not_finite_and_other_versions_are_left_out(
     with (tmp_path / "time.jsonl").open("ab") as file:
         row = {"at": 131.0, "step": 20, "seconds": {"steps that count": 8.0, "something new": 1.0}, "ends": True}
         file.write(b"\xff\xfe broken\n" + json.dumps(row).encode())
-    run_picture.write_picture(tmp_path)
-    assert drawn[0][1]["gradient norm"].get_ylim()[1] < 2
+    run_picture.write_run_page(tmp_path)
+    assert [value for _, value in drawn[0]["gradient norm"].curves[""] if isfinite(value)] == [1.0] * 20
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 0.0), (3.0, 3.0), (0.0, 1e-9), (-5.0, 7.3), (1e12, 1.1e12)])
+def test_the_axis_has_few_round_numbers_around_all_values(low: float, high: float) -> None:
+    numbers = ticks(low, high)
+    assert 2 <= len(numbers) <= 8
+    assert numbers[0] <= low
+    assert numbers[-1] >= high * (1 - 1e-9)
+
+
+def test_a_long_curve_keeps_its_ends_and_its_extremes() -> None:
+    points = [(float(step), float(step % 7)) for step in range(10_000)]
+    points[5_003] = (5_003.0, 99.0)
+    shown = thinned(points)
+    assert len(shown) <= 1_600
+    assert (5_003.0, 99.0) in shown
+    assert (shown[0], shown[-1]) == (points[0], points[-1])
 
 
 def altered(text: str, generator: random.Random) -> str:
@@ -155,14 +248,14 @@ def test_lines_of_logs_that_are_no_records_are_left_out_and_counted(
             (tmp_path / name).write_text(altered(text, random.Random(seed)))
         begun = any("began" in record for record in read_times(tmp_path / "time.jsonl")[0])
         if begun:
-            run_picture.write_picture(tmp_path)
+            run_picture.write_run_page(tmp_path)
         else:
-            with pytest.raises(ValueError, match="has no attempt at a run"):
-                run_picture.write_picture(tmp_path)
+            with pytest.raises(ValueError, match="has no run"):
+                run_picture.write_run_page(tmp_path)
         MetricsLog(tmp_path / "metrics.jsonl", 10).close()
     assert len(drawn) > len(seeds) / 2
     for name, text in logs.items():
         (tmp_path / name).write_text(text + '[1]\nnull\n{"kind": "train", "step": "x", "began": "y"}\n')
     told = call("report", tmp_path)
     assert told.exit_code == 0
-    assert "6 lines of its logs are not records of a run, and are left out" in told.output
+    assert "left out 6 lines of its logs that are not records of a run" in told.output

@@ -96,7 +96,7 @@ def test_a_run_leaves_its_config_metrics_weights_picture_and_report(finished: Pa
     settings = TrainSettings.load(finished / "config.json")
     assert (settings.model.vocab_size, settings.gradient_accumulation_steps) == (270, 4)
     pytest.importorskip("matplotlib")
-    assert (finished / "report.png").is_file()
+    assert (finished / "report.html").is_file()
 
 
 def test_the_learning_rate_in_the_log_is_that_of_the_step(finished: Path) -> None:
@@ -179,7 +179,7 @@ def test_two_ranks_see_what_one_sees(corpus: Path, tmp_path: Path) -> None:
     assert bounds["uses"][bounds["bound"]]["share"] == max(use["share"] for use in bounds["uses"].values())
     assert sum(use["share"] for use in bounds["uses"].values()) == pytest.approx(1.0, rel=0.01)
     assert bounds["uses"]["compute"]["amount"] > 0
-    assert f"goes to {bounds['bound']}" in (tmp_path / "two" / "run" / "report.md").read_text()
+    assert f"| limited by | {bounds['bound']}, in a step of " in (tmp_path / "two" / "run" / "report.md").read_text()
 
 
 def test_a_finished_run_continues_a_text(finished: Path) -> None:
@@ -405,7 +405,7 @@ def test_a_run_that_is_stopped_or_fails_says_what_was_kept_and_how_to_go_on(
     interrupted(finished, tmp_path / "run")
     result = call("train", config(corpus, tmp_path), "--resume")
     assert result.exit_code == code
-    assert "checkpoint global_step3; the same command with --resume goes on from there" in result.stderr
+    assert "checkpoint global_step3; the same command with --resume continues from it" in result.stderr
 
 
 @pytest.mark.full

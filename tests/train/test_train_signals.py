@@ -131,7 +131,10 @@ def test_a_save_that_fails_is_tried_again_at_the_next(policy, corpus, tmp_path, 
     else:
         assert result.exit_code == 0, result.output
         assert calls == [2, 4, 6]
-        assert "training goes on, and the next save is another try; there is none yet" in caplog.text + result.output
+        assert (
+            "Training continues, and the next save tries again; there is no checkpoint yet"
+            in caplog.text + result.output
+        )
         assert RunFolder(tmp_path / "run").last_checkpoint == "global_step6"
 
 

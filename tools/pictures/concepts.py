@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/concepts.md and docs/choosing.md: ``python tools/pictures/concepts.py``."""
+"""Draw the pictures of the manual: ``python tools/pictures/concepts.py``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
+from pictures import guides  # noqa: E402
 from pictures.canvas import BLUE, GREEN, GREY, ORANGE, VIOLET, WIDTH, Canvas  # noqa: E402
 from zeromesh.base.placement import ROWS, Placement  # noqa: E402
 
@@ -160,7 +161,11 @@ def choosing() -> str:
     return canvas.svg("A decision tree: one device, one node, several nodes")
 
 
-PICTURES = {function.__name__: function for function in (placement, tiers, slots, tensor, offload, choosing)}
+DRAWINGS = (
+    *(placement, tiers, slots, tensor, offload, choosing),
+    *(guides.speed, guides.launching, guides.packing, guides.finetuning),
+)
+PICTURES = {function.__name__: function for function in DRAWINGS}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

@@ -47,6 +47,19 @@ def locked(folder: Path) -> Iterator[None]:
                 os.close(descriptor)
 
 
+def is_locked(folder: Path) -> bool:
+    """Return whether a process writes to a folder; asking takes no lock, which that process would find taken."""
+    try:
+        words = json.loads((folder / LOCK).read_bytes())
+        if words["host"] == socket.gethostname() and os.name != "nt":  # there it would end the process
+            os.kill(words["process"], 0)
+    except (FileNotFoundError, NotADirectoryError, ProcessLookupError):
+        return False
+    except (OSError, ValueError, KeyError, TypeError):
+        return True  # of another user, or just taken
+    return True
+
+
 def _take(path: Path) -> int | None:
     end = time.monotonic() + OTHER_HOST
     while True:

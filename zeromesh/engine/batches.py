@@ -145,7 +145,7 @@ class MicroBatchSizes:
         # A single smaller one later on is the last of a pass over the data: only two in a row are warned of.
         if size > self._configured or (size < self._configured and self._was_small):
             _log.warning(
-                "the model gets %s at a time (the first dimension of its inputs), but "
+                "the model is given %s at a time (the first dimension of its inputs), but "
                 "train_micro_batch_size_per_gpu is %d. Gradients are right, but sample counts and learning-rate steps "
                 "assume micro-batches of %d: feed %d, or set train_micro_batch_size_per_gpu to %d",
                 counted(size, "sample"),

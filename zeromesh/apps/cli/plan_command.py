@@ -17,7 +17,7 @@ from zeromesh.apps.plan.choose.answer import PlanAnswer, answer, layout_text, re
 from zeromesh.apps.plan.choose.fit import host_bytes
 from zeromesh.apps.plan.choose.judge import judge
 from zeromesh.apps.plan.choose.layout_documents import document_for, launch_command, layout_from, precision_for
-from zeromesh.apps.plan.choose.plan_picture import write_picture
+from zeromesh.apps.plan.choose.plan_picture import PAGE_ENDS, write_picture
 from zeromesh.apps.plan.choose.search import PlanCandidate, PlanResult, search
 from zeromesh.apps.plan.choose.space import PlanRequest
 from zeromesh.apps.plan.machine.cluster import Machine
@@ -25,7 +25,7 @@ from zeromesh.apps.plan.machine.presets import cluster
 from zeromesh.apps.plan.predict.lower_bounds import least_memory, slowest
 from zeromesh.apps.train.screen import write
 from zeromesh.apps.train.train_settings import TrainSettings
-from zeromesh.base.drawing import require_matplotlib
+from zeromesh.base.drawing import require_picture
 from zeromesh.base.words import bytes_text, counted, scaled_text
 from zeromesh.engine.initialize.widths import PRECISIONS
 
@@ -77,8 +77,8 @@ def machine_of(
 
 def plan(question: PlanQuestion, machine: Machine) -> bool:
     """Print the plan, and write its files; return whether anything fits."""
-    if question.picture is not None:
-        require_matplotlib()  # before the work
+    if question.picture is not None and question.picture.suffix.lower() not in PAGE_ENDS:
+        require_picture(question.picture)  # before the work
     precision = precision_for(slowest(machine))
     asked = asked_model(question.model, precision)
     if question.explain is not None:
@@ -105,6 +105,7 @@ def plan(question: PlanQuestion, machine: Machine) -> bool:
             _paragraphs([f"The layout is in {config}. Start it{where} with{note}:"])
             write(f"  {command}\n")
     if question.picture is not None:
+        question.picture.parent.mkdir(parents=True, exist_ok=True)
         write_picture(told, question.picture)
         if not question.as_json:
             _paragraphs([f"The picture is {question.picture}."])

@@ -55,12 +55,24 @@ def train(
         run(source, overrides or [], "auto" if auto_resume else resume)
 
 
-def report(run: Annotated[Path, typer.Argument(help="The output folder of a run, finished or not.")]) -> None:
-    """Draw a run: its attempts, curves, and the ranks' work and hardware over time."""
+def report(
+    run: Annotated[Path, typer.Argument(help="The output folder of a run, finished or not.")],
+    watching: Annotated[
+        bool, typer.Option("--watch", help="Write the page anew while the run goes on; it reloads itself in a browser.")
+    ] = False,
+) -> None:
+    """Write the page of a run, report.html: its figures, curves, samples, and the ranks' work over time."""
     with command_errors():
-        from zeromesh.apps.train.run_picture import write_picture
+        from zeromesh.apps.train.run_picture import watch, write_run_page
 
-        typer.echo(f"wrote {write_picture(run)}")
+        if not watching:
+            typer.echo(f"wrote {write_run_page(run)}")
+            return
+        pages = watch(run)
+        typer.echo(f"{next(pages)} shows the run; open it in a browser. It reloads itself; Ctrl-C ends the watch.")
+        for _ in pages:
+            pass
+        typer.echo("the run has ended; the page is complete")
 
 
 def sample(

@@ -213,7 +213,7 @@ class Loop:
         health = self.engine.check_health()
         self.times.note(progress.step, health=health)
         seen = "; ".join(f"{entry['name']} is {'slow' if entry['unit'] else 'wrong'}" for entry in health["slow"])
-        self.display.line(f"step {progress.step}/{self.job.steps}  hardware checked: {seen or 'all is as usual'}")
+        self.display.line(f"step {progress.step}/{self.job.steps}  hardware check: {seen or 'all as usual'}")
 
     def _copy(self, progress: Progress) -> None:
         """Keep the state in memory, if the run is to."""
@@ -259,10 +259,10 @@ class Loop:
                 raise reason
             last_tag = self.job.folder.last_checkpoint
             _log.warning(
-                "step %d: no checkpoint was written (%s); training goes on, and the next save is another try; %s",
+                "step %d: no checkpoint was written (%s). Training continues, and the next save tries again; %s",
                 progress.step,
                 reason,
-                f"the last one is {last_tag}" if last_tag else "there is none yet",
+                f"the last checkpoint is {last_tag}" if last_tag else "there is no checkpoint yet",
             )
             return False
         return True

@@ -27,7 +27,7 @@ class RunFolder:
         self.text = path / "text"  # token files
         self.tokenizer = self.text / TOKENIZER_FOLDER
         self.metrics = path / "metrics.jsonl"
-        self.picture = path / "report.png"
+        self.page = path / "report.html"
         self.times = path / "time.jsonl"  # by kind of work
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"  # weights, or adapters, at the end of the run

@@ -1,11 +1,13 @@
-"""The picture of a run, finished or not: its attempts, curves, and the ranks' work and hardware over time."""
+"""The page of a run, finished or not: its figures, curves, samples, and the ranks' work and hardware over time."""
 
 from __future__ import annotations
 
+import json
 import logging
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,58 +15,165 @@ from typing import Any
 from zeromesh.apps.train.goodput import Attempt, Spent, read_attempts, read_times, totals
 from zeromesh.apps.train.metrics import form_of, read_records
 from zeromesh.apps.train.run_folder import RunFolder
-from zeromesh.base.drawing import ChartPanel, draw_bars, draw_map, draw_panels
-from zeromesh.base.words import counted, duration_text
+from zeromesh.apps.train.run_summary import summary
+from zeromesh.apps.train.train_settings import ResolvedTrainSettings
+from zeromesh.base.chart_page import charts_html, heading, table, texts, tiles, write_page
+from zeromesh.base.drawing import Bars, Chart, Curves, Grid, GridCell
+from zeromesh.base.files import read_text
+from zeromesh.base.lock import is_locked
+from zeromesh.base.words import bytes_text, counted, duration_text, scaled_text
+from zeromesh.config.printing import jsonable, lines_of
 
 MOST_ATTEMPTS = 40  # the last ones are drawn
+RELOAD = 3  # seconds between two looks at a run that is going on, and between two of a browser at its page
 KINDS = sorted(Spent, key=lambda kind: kind is not Spent.START)  # within a stretch, of which only the sums are known
 
 _log = logging.getLogger("zeromesh")
 
 
-def write_picture(run: Path) -> Path:
-    """Draw a run from its files, and return the picture's path; raise ValueError without a run, or matplotlib."""
+def write_run_page(run: Path, live: bool = False) -> Path:
+    """Write a run's page from its files, and return its path; a ``live`` one reloads itself.
+
+    Raises:
+        ValueError: the folder has no run.
+    """
     folder = RunFolder(run)
     (records, others), (times, more) = read_records(folder.metrics, form_of), read_times(folder.times)
     attempts = read_attempts(folder.times)
     if others + more:
-        _log.warning("%s: %d lines of its logs are not records of a run, and are left out", run, others + more)
+        _log.warning("%s: left out %d lines of its logs that are not records of a run", run, others + more)
     if not attempts:
-        raise ValueError(
-            f"{str(folder.times)!r} has no attempt at a run: name the output folder of a run of zeromesh train"
-        )
-    spent, reached = totals(attempts), max((record["step"] for record in records), default=0)
+        is_there = "has no run" if run.is_dir() else "is no folder"
+        raise ValueError(f"{str(run)!r} {is_there}: name the folder that run.output of zeromesh train names")
+    settings = None
+    with suppress(ValueError, OSError):  # of another version, or not written yet
+        settings = folder.settings()
+    report = _report(folder.report)
+    steps = [record for record in records if record["kind"] == "train"]
+    parts = [
+        heading(run.absolute().name, _subtitle(settings, report, steps, live)),
+        tiles(_figures(records, attempts)),
+        charts_html(charts(attempts[-MOST_ATTEMPTS:], records, times)),
+        *([table("Summary", summary(report))] if report is not None else []),
+        *([texts("Samples", report["samples"])] if report is not None and report["samples"] else []),
+    ]
+    if settings is not None:
+        changed = lines_of(jsonable(settings.model_dump(exclude_defaults=True)))
+        parts.append(texts("Settings you changed", ["\n".join(changed)], folded=True))
+    write_page(folder.page, f"{run.absolute().name}: training run", parts, RELOAD if live else None)
+    return folder.page
+
+
+def watch(run: Path) -> Iterator[Path]:
+    """Write a run's page anew whenever its files change, until the run ends; yield its path each time."""
+    folder, written = RunFolder(run), 0.0
+    try:
+        while is_locked(run):
+            logs = (path for path in (folder.metrics, folder.times) if path.is_file())
+            changed = max((path.stat().st_mtime for path in logs), default=0.0)
+            if changed > written and read_attempts(folder.times):
+                written = changed
+                yield write_run_page(run, live=True)
+            time.sleep(RELOAD)
+    except KeyboardInterrupt:
+        write_run_page(run)  # a page that nobody writes again must not reload itself
+        raise
+    yield write_run_page(run)
+
+
+def _report(path: Path) -> dict[str, Any] | None:
+    """Return the report of the run's end, if it has ended and this version wrote it."""
+    with suppress(ValueError, OSError, KeyError, TypeError, AttributeError, RecursionError):
+        report: dict[str, Any] = json.loads(read_text(path))
+        summary(report)
+        return report
+    return None
+
+
+def _subtitle(
+    settings: ResolvedTrainSettings | None,
+    report: Mapping[str, Any] | None,
+    steps: Sequence[Mapping[str, Any]],
+    live: bool,
+) -> str:
+    words = []
+    if report is not None:
+        words.append(f"{report['architecture']}, {scaled_text(report['parameters'])} parameters")
+    elif settings is not None and settings.huggingface is not None:
+        words.append(settings.huggingface.path)
+    elif settings is not None and settings.model is not None:
+        shape = settings.model
+        words.append(f"{shape.architecture}, {counted(shape.layers, 'block')} of width {shape.hidden_size}")
+    if settings is not None:
+        mesh = [f"{axis} {size}" for axis, size in settings.mesh.model_dump().items() if size not in (None, 1)]
+        words += [f"ZeRO-{settings.zero_optimization.stage}", *mesh]
+    step = steps[-1]["step"] if steps else 0
+    wanted = f" of {settings.run.steps}" if settings is not None and settings.run is not None else ""
+    state = "running, this page reloads itself" if live else "ended" if report is not None else "not finished"
+    return ", ".join([*words, f"step {step}{wanted}: {state}"])
+
+
+def _figures(records: Sequence[Mapping[str, Any]], attempts: Sequence[Attempt]) -> dict[str, str]:
+    """Return the figures at the head of the page, as they are now."""
+    figures = {}
+    train = [record for record in records if record["kind"] == "train"]
+    held_out = [record for record in records if record["kind"] == "validation"]
+    if train:
+        last = train[-1]
+        figures["training loss"] = f"{last['loss']:.3f}"
+        if held_out:
+            figures["held-out loss"] = f"{held_out[-1]['loss']:.3f}"
+        if isinstance(rate := last.get("tokens_per_second"), int | float):
+            figures["speed"] = scaled_text(rate, "tok/s")
+        if isinstance(share := last.get("utilization"), int | float):
+            figures["MFU"] = f"{share:.0%}"
+        if isinstance(memory := last.get("memory"), int | float):
+            figures["peak memory"] = bytes_text(memory)
+    spent = totals([*attempts])
     total = sum(spent.values()) or 1.0
-    title = (
-        f"{run.absolute().name}: step {reached}, {counted(len(attempts), 'attempt')} in {duration_text(total)}, of "
-        f"which {spent[Spent.STEPS] / total:.0%} went to steps that count"
-    )
-    draw_panels(folder.picture, title, [*_panels(attempts[-MOST_ATTEMPTS:], records, times)])
-    return folder.picture
+    figures["time" if len(attempts) == 1 else f"time of {len(attempts)} attempts"] = duration_text(total)
+    figures["in steps that count"] = f"{spent[Spent.STEPS] / total:.0%}"
+    return figures
 
 
-def _panels(
+def charts(
     attempts: Sequence[Attempt], records: Sequence[dict[str, Any]], times: Sequence[dict[str, Any]]
-) -> Iterator[ChartPanel]:
-    yield ChartPanel("attempts, seconds by kind of work", max(1.8, 0.3 * len(attempts)), partial(_timeline, attempts))
+) -> Iterator[Chart]:
+    """Yield the charts of a run."""
     by_kind: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for record in records:
         by_kind[record["kind"]].append(record)
     spikes = [record["step"] for record in by_kind["spike"]]
     losses = {"training": by_kind["train"], "held out": by_kind["validation"]}
-    yield ChartPanel("loss, nats per token", 2.2, partial(_curves, losses, "loss", spikes))
-    for key in ("gradient_norm", "tokens_per_second"):
-        yield ChartPanel(key.replace("_", " "), 1.6, partial(_curves, {"": by_kind["train"]}, key, spikes))
+    curves = {name: _points(rows, "loss") for name, rows in losses.items() if rows}
+    yield Curves("loss, nats per token", curves, points=frozenset({"held out"}), marks=spikes, mark="spike")
+    for key, title, unit in (
+        ("tokens_per_second", "speed, tokens per second", "tok/s"),
+        ("utilization", "MFU, %", "%"),
+        ("gradient_norm", "gradient norm", ""),
+        ("learning_rate", "learning rate", ""),
+    ):
+        if any(key in record for record in by_kind["train"]):
+            points = {"": _points(by_kind["train"], key)}
+            yield Curves(title, points, unit=unit, from_zero=True, marks=spikes, mark="spike")
+    yield _timeline(attempts)
     work, hardware = _work_of_ranks(times), _slowness_of_hardware(times)
     for name, rows in (
-        ("work of the ranks beside the median of the others", work),
-        ("hardware: usual / now", hardware),
+        ("work of each rank, beside the median of the others; orange: slower", work),
+        ("hardware, beside its usual speed; orange: slower", hardware),
     ):
         if len(rows) > 1:
-            yield ChartPanel(name, min(6.0, max(1.2, 0.18 * len(rows))), partial(draw_map, rows=rows))
+            yield _ratios(name, rows)
 
 
-def _timeline(attempts: Sequence[Attempt], axes: Any) -> None:
+def _points(records: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
+    # What is missing, or not finite, leaves a gap.
+    values = [(record["step"], record.get(key)) for record in records]
+    scale = 100 if key == "utilization" else 1
+    return [(step, scale * value if isinstance(value, int | float) else float("nan")) for step, value in values]
+
+
+def _timeline(attempts: Sequence[Attempt]) -> Bars:
     bars: defaultdict[str, list[tuple[int, float, float]]] = defaultdict(list)
     for row, attempt in enumerate(attempts):
         for stretch in attempt.stretches:
@@ -73,21 +182,20 @@ def _timeline(attempts: Sequence[Attempt], axes: Any) -> None:
                 if (seconds := stretch.seconds.get(kind, 0.0)) > 0.0:
                     bars[kind].append((row, place, seconds))
                     place += seconds
-    if bars:
-        draw_bars(axes, [f"from step {attempt.step}" for attempt in attempts], bars)
+    bars_by_kind = {str(kind): bars[kind] for kind in Spent if kind in bars}
+    return Bars("attempts, by what time went to", [f"from step {attempt.step}" for attempt in attempts], bars_by_kind)
 
 
-def _curves(curves: dict[str, list[dict[str, Any]]], key: str, spikes: Sequence[int], axes: Any) -> None:
-    for name, records in curves.items():
-        # What is missing, or not finite, leaves a gap.
-        points = [(record["step"], float("nan") if record.get(key) is None else record[key]) for record in records]
-        if points:
-            axes.plot(*zip(*points, strict=True), linewidth=1, marker="o" if name == "held out" else "", label=name)
-    for number, step in enumerate(spikes):
-        axes.axvline(step, color="tab:red", linestyle=":", linewidth=1, label="" if number else "spike")
-    axes.grid(alpha=0.3)
-    if any(name and records for name, records in curves.items()):
-        axes.legend(fontsize="small")
+def _ratios(title: str, rows: Mapping[str, Mapping[int, float]]) -> Grid:
+    """Return a ratio for each row and step, from 1 (light) to 2 (dark)."""
+    steps = sorted({step for row in rows.values() for step in row})
+    cells = {
+        (number, column): GridCell(ratio - 1.0, hover=f"{name}, step {step}: {ratio:.2f} times as long")
+        for number, (name, row) in enumerate(rows.items())
+        for column, step in enumerate(steps)
+        if (ratio := row.get(step)) is not None
+    }
+    return Grid(title, [*rows], [f"step {step}" for step in steps], cells, hue="orange")
 
 
 def _work_of_ranks(times: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:

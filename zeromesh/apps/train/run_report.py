@@ -1,35 +1,27 @@
-"""The end of a run: evaluation of all held-out text, the weights, samples, the picture of the loss, and the report."""
+"""The end of a run: evaluation of all held-out text, the weights, samples, the report, and the run's page."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
-from typing import Any
 
 import torch
 from rich.console import Console
-from rich.markdown import Markdown
 
 from zeromesh.apps.train.check import Job
 from zeromesh.apps.train.goodput import Spent, read_attempts, totals
 from zeromesh.apps.train.loop import Loop, Progress
 from zeromesh.apps.train.metrics import read_metrics
 from zeromesh.apps.train.model import Transformer
-from zeromesh.apps.train.run_picture import write_picture
+from zeromesh.apps.train.run_picture import write_run_page
+from zeromesh.apps.train.run_summary import Report, markdown, short_lines
 from zeromesh.apps.train.sample import load_writer
 from zeromesh.base.files import write_text
 from zeromesh.base.machine import MACHINE, peak_bytes
-from zeromesh.base.words import bytes_text, counted, duration_text, scaled_text
 
 WORTH = 30.0  # seconds of all steps from which the few seconds of a prediction are spent
-BAR = 20  # characters of a bar for the whole step
-
-Report = dict[str, Any]
-"""Result of a run, as in report.json; losses are in nats per token."""
 
 
 def close(loop: Loop, began: float, start: Progress, reached: Progress, console: Console) -> None:
@@ -93,14 +85,13 @@ def close(loop: Loop, began: float, start: Progress, reached: Progress, console:
         "samples": samples,
     }
     write_text(job.folder.report, json.dumps(report, indent=2))
-    text = markdown(report)
-    write_text(job.folder.report.with_suffix(".md"), text)
+    write_text(job.folder.report.with_suffix(".md"), markdown(report))
     try:
-        write_picture(job.folder.path)
+        write_run_page(job.folder.path)
     except (OSError, ValueError) as error:  # the run has succeeded; a full disk may have left no times
-        console.print(f"no {job.folder.picture.name} was written: {error}")
-    console.print(Markdown(text))
-    console.print(f"the report, the weights and the checkpoints are in {job.folder.path}")
+        console.print(f"{job.folder.page.name} was not written: {error}")
+    console.print("\n".join(["", *short_lines(report)]))
+    console.print(f"report.html, the weights and the checkpoints are in {job.folder.path}")
 
 
 def _samples(job: Job) -> list[str]:
@@ -112,91 +103,3 @@ def _samples(job: Job) -> list[str]:
         writer.text(prompt, wanted.length, wanted.temperature, seed, wanted.chat)
         for seed, prompt in enumerate(wanted.prompts)
     ]
-
-
-def markdown(report: Report) -> str:
-    """Return the report as a Markdown document."""
-    parts = [
-        "# Training run",
-        _table(("what", "value"), _summary(report)),
-        "## Time of all attempts",
-        _table(("work", "time", "share"), _times(report)),
-        *(["## Spikes", _table(SPIKE_COLUMNS, _spikes(report))] if report["spikes"] else []),
-    ]
-    if report["samples"]:
-        parts += ["## Samples", *map(_block, report["samples"])]
-    return "\n\n".join(parts) + "\n"
-
-
-def _block(text: str) -> str:
-    # A fence that is longer than any in the text, which a model of Markdown may well write.
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{fence}\n{text.rstrip()}\n{fence}"
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _summary(report: Report) -> list[tuple[str, str]]:
-    speed = report["tokens"] / report["training_seconds"]
-    rows = [
-        ("model", f"{report['architecture']}, {scaled_text(report['parameters'])} parameters"),
-        ("ranks", f"{report['ranks']}, ZeRO-{report['zero_stage']}"),
-        ("time", f"{duration_text(report['seconds'])}, {duration_text(report['training_seconds'])} of it in steps"),
-        (
-            "goodput",
-            f"{report['goodput']:.0%} of {duration_text(sum(report['time'].values()))} in steps that count, in "
-            f"{counted(report['attempts'], 'attempt')}",
-        ),
-        ("steps", str(report["steps"])),
-        ("tokens", f"{scaled_text(report['tokens'])}, {scaled_text(speed, 'tok/s')}"),
-        ("MFU", f"{report['utilization']:.0%}"),
-        ("training loss", f"{report['training_loss']:.3f} {report['loss_unit']}"),
-    ]
-    if report["validation_loss"] is not None:
-        rows.append(("validation loss", f"{report['validation_loss']:.3f} {report['loss_unit']}"))
-    if report["accuracy"] is not None:
-        rows.append(("chosen answers preferred", f"{report['accuracy']:.1%} of held-out pairs"))
-    if report["bits_per_byte"] is not None:
-        rows.append(("held-out bits per byte", f"{report['bits_per_byte']:.3f}"))
-    rows.append(("peak memory by rank", ", ".join(map(bytes_text, report["peak_memory"]))))
-    return [*rows, *_first_rank(report)]
-
-
-def _times(report: Report) -> list[tuple[str, str, str]]:
-    total, rows = sum(report["time"].values()), []
-    for kind in Spent:
-        if seconds := report["time"][kind.name.lower()]:
-            share = seconds / total
-            rows.append((str(kind), f"{seconds:.1f} s", f"{share:.0%} {'█' * round(BAR * share)}".rstrip()))
-    return rows
-
-
-SPIKE_COLUMNS = ("step", "of", "value", "median before", "what was done")
-
-
-def _spikes(report: Report) -> Iterator[tuple[str, ...]]:
-    for spike in report["spikes"]:
-        done = "left out" if spike["skipped"] else "logged"
-        yield str(spike["step"]), spike["name"], f"{spike['value']:.4g}", f"{spike['usual']:.4g}", done
-
-
-def _first_rank(report: Report) -> Iterator[tuple[str, str]]:
-    """Yield what bounded the first rank, what it sent, and how it was predicted; report.json has all figures."""
-    bounds, prediction, steps = report["bounds"], report["prediction"], report["traffic_steps"]
-    if bounds is not None:
-        yield "a step", f"most of its {1e3 * bounds['seconds']:.0f} ms goes to {bounds['bound']}: {bounds['advice']}"
-    sent = sum(use["bytes"] for use in report["traffic"].values())
-    yield "sent by the first rank", bytes_text(sent) + (f", {bytes_text(sent / steps)} per step" if steps else "")
-    if prediction is None:
-        yield "prediction", f"none, as the steps took less than {WORTH:.0f} s; with {MACHINE} there is one in any case"
-        return
-    for name, what in (("device", "memory of the device"), ("host", "memory of the host"), ("step", "time of a step")):
-        entry, text = prediction[name], (lambda seconds: f"{1e3 * seconds:.1f} ms") if name == "step" else bytes_text
-        if entry is not None and entry["predicted"] is not None:
-            measured = "" if entry["measured"] is None else f", measured {text(entry['measured'])}"
-            difference = "" if entry["difference"] is None else f" ({entry['difference']:+.0%})"
-            yield f"predicted {what}", text(entry["predicted"]) + measured + difference
-    yield from (("prediction", note) for note in prediction["notes"])

@@ -22,6 +22,7 @@ from zeromesh.apps.train.goodput import TimeLog
 from zeromesh.apps.train.loop import Loop, Progress
 from zeromesh.apps.train.metrics import MetricsLog
 from zeromesh.apps.train.model import parameter_groups
+from zeromesh.apps.train.needed_packages import require_packages
 from zeromesh.apps.train.planned import planned
 from zeromesh.apps.train.reference import require_reference, write_reference
 from zeromesh.apps.train.run_folder import RunFolder
@@ -49,6 +50,7 @@ def train(config: Path | Mapping[str, Any], overrides: Sequence[str], resume: bo
     overrides = [*overrides, *([f"run.resume={json.dumps(resume)}"] if resume else [])]
     loaded = TrainSettings.load(config, overrides)
     refuse_unfilled(config, loaded, overrides)
+    require_packages(loaded, config)
     goes_on = is_auto(config, overrides, "run.resume") or may_restart()
     settings = planned(config, overrides, _decided(loaded, goes_on))
     if is_first():
@@ -80,8 +82,8 @@ def _decided(settings: TrainSettings, goes_on: bool) -> TrainSettings:
 def _prepare(job: Job, console: Console) -> None:
     if job.folder.metrics.exists() and job.folder.last_checkpoint is None and not job.folder.has_finished:
         console.print(
-            f"{job.folder.path} holds a run that ended before its first checkpoint; it is started again, "
-            "and its metrics are overwritten"
+            f"{job.folder.path} holds a run that ended before its first checkpoint. It starts again, and its "
+            "metrics are overwritten"
         )
     if not job.run.resume:
         discard(job.folder.checkpoints)  # copies in memory of a run that ended before its first checkpoint
@@ -99,11 +101,11 @@ def _how_to_go_on(job: Job) -> str:
     checkpoint = job.folder.last_checkpoint
     if (name := marked(job.folder.checkpoints)) is not None and (root() / name).is_dir():
         return (
-            f"the memory of this node has copies of late steps ({root() / name}, to be deleted if the run is not to go "
-            "on); the same command with --resume goes on from there, or from the last checkpoint"
+            f"{root() / name} in this node's memory has copies of late steps. The same command with --resume continues "
+            "from them, or from the last checkpoint; delete the folder if the run is over"
         )
     if checkpoint is not None:
-        return f"{job.folder.path} has the checkpoint {checkpoint}; the same command with --resume goes on from there"
+        return f"{job.folder.path} has the checkpoint {checkpoint}; the same command with --resume continues from it"
     every = job.run.save_every
     return f"{job.folder.path} has no checkpoint yet, and the same command starts from the beginning; " + (
         f"run.save_every = {every} writes the first after {counted(every, 'step')}"
@@ -118,7 +120,7 @@ def _text_line(prepared: PreparedData) -> str:
         documents, tokens = sum(part.documents for part in parts), sum(part.tokens for part in parts)
         sides.append(f"{name}: {counted(documents, 'document')} with {scaled_text(tokens)} tokens")
     dropped = f"{prepared.dropped} longer than a sample, " if prepared.dropped else ""
-    capped = ", as many as the text gives" if prepared.capped else ""
+    capped = " (smaller than asked: the text is short)" if prepared.capped else ""
     return (
         f"{'; '.join(sides)}; left out: {dropped}{prepared.skipped} empty or unreadable; "
         f"vocabulary: {prepared.vocabulary} entries{capped}"
@@ -147,9 +149,6 @@ def _train(job: Job, prepared: PreparedData, began: float) -> None:
     engine, cost = engine_of(job)
     try:
         console = make_console(quiet=engine.mesh.rank != 0)
-        changed = engine.config.model_dump(mode="json", exclude_defaults=True)
-        lines = [f"  {key}: {json.dumps(value)}" for key, value in changed.items()]
-        console.print("\n".join(["settings that differ from the defaults:", *lines]))
         trained, every = engine.sharded.count(trained=True), engine.sharded.count()
         part = f", {scaled_text(trained)} of them trained" if trained < every else ""
         console.print(
@@ -166,10 +165,13 @@ def _train(job: Job, prepared: PreparedData, began: float) -> None:
             path, state = engine.load_checkpoint(job.folder.checkpoints)
             if job.folder.is_copied and not engine.config.checkpoint.peer_copies:
                 console.print(
-                    "checkpoint.peer_copies is 0: the run's copies in memory are not used, and go with the next save"
+                    "checkpoint.peer_copies is 0: copies of the run in memory are not used, and the next save "
+                    "deletes them"
                 )
             if path is None:  # of a run with copies in memory, and no checkpoint yet
-                console.print(f"{job.folder.path} has no checkpoint, and no copy in memory is whole; it begins anew")
+                console.print(
+                    f"{job.folder.path} has no checkpoint, and no complete copy in memory: the run starts anew"
+                )
             else:
                 if not all(isinstance(state.get(key), int | float) for key in ("samples", "seconds")):
                     raise ValueError(f"{path} does not say how many samples the run has taken; delete it")

@@ -248,10 +248,20 @@ def _tell_batch(settings: Settings, resolved: Resolved, ranks: int) -> None:
         _log.info("%s: train_batch_size = %d is kept on %s", said, batch, where)
 
 
+def _changed_settings(plan: Plan) -> dict[str, Any]:
+    """Return the settings that are no defaults, without sizes that only follow from the number of ranks."""
+    changed = plan.settings.model_dump(exclude_defaults=True)
+    changed["mesh"] = {axis: size for axis, size in changed.get("mesh", {}).items() if size != 1}
+    if not plan.says_batch and plan.loader is None:  # the program, as Keras' fit, has batches of its own
+        for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+            changed.pop(key, None)
+    return {key: value for key, value in changed.items() if value != {}}
+
+
 def make_engine(
     placing: Placing, predict: Callable[..., dict[str, Any]], kind: Callable[[EngineState], Engine] = Engine
 ) -> tuple[Engine, Optimizer | None, Loader | None, Any]:
-    """Make the engine of a placed model, and say what is not a default."""
+    """Make the engine of a placed model, and log the settings that the user changed."""
     plan, optimizer, sharded = placing.plan, placing.optimizer, placing.placed
     settings, first = plan.settings, plan.mesh.rank == 0
     if first:
@@ -268,6 +278,6 @@ def make_engine(
     if first:
         size, units = counted(plan.mesh.world_size, "rank"), counted(len(sharded.units), "unit")
         # A line for each key: as one JSON object it is longer than a screen is wide.
-        chosen_keys = "".join(f"\n  {line}" for line in lines_of(jsonable(settings.model_dump(exclude_defaults=True))))
-        _log.info("%s on %s, %s; settings that are no defaults:%s", row_name(settings.row), size, units, chosen_keys)
+        chosen_keys = "".join(f"\n  {line}" for line in lines_of(jsonable(_changed_settings(plan))))
+        _log.info("%s on %s, %s; settings you changed:%s", row_name(settings.row), size, units, chosen_keys)
     return engine, optimizer, plan.loader, placing.scheduler

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zeromesh.base.files import LARGEST_RECORD, read_text, write_text
+from zeromesh.base.requirements import pip_install
 
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved, Settings
@@ -195,7 +196,7 @@ class Monitor:
                 action(writer)
             except Exception as error:  # whatever it is, training is worth more
                 del self._writers[name]
-                _log.warning("%s failed and is switched off, training continues: %s", name, error)
+                _log.warning("%s failed: nothing more is written to it, and training continues: %s", name, error)
 
 
 def open_monitors(settings: Settings | Resolved, rank: int) -> Monitor:
@@ -211,7 +212,7 @@ def open_monitors(settings: Settings | Resolved, rank: int) -> Monitor:
             try:
                 writers[name] = open_writer(section)
             except ImportError as error:
-                text = f"{name} needs the package {name}, which is not here ({error}): pip install {name}"
+                text = f"{name} needs the package {name}, which is not installed ({error}): {pip_install(name)}"
                 raise ImportError(text) from error
     return Monitor(writers)
 

@@ -74,9 +74,9 @@ class Profile:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text + "\n")
         except OSError as error:  # training is worth more than the report
-            _log.warning("the report on operations was not written: %s\n%s", error, text)
+            _log.warning("the FLOPs report was not written: %s\n%s", error, text)
         else:
-            _log.info("the report on operations is in %s", path)
+            _log.info("the FLOPs report is in %s", path)
 
     def prepare(self, step: int) -> bool:
         """Prepare for the update after ``step``, whose spans were read. Return whether all is done."""

@@ -46,7 +46,9 @@ class Trace:
     def _start(self) -> None:
         if torch._C._autograd._profiler_enabled():  # the user's; torch can run one only
             self._profile = None
-            _log.warning("rank %d records no trace, because another profiler is running", self._rank)
+            _log.warning(
+                "rank %d records no trace: another profiler is running, which a second one would end", self._rank
+            )
             return
         self._profile.start()
         self._running = True

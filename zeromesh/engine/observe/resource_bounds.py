@@ -32,18 +32,16 @@ WAITS: dict[str, str] = {
 PHASES: dict[str, str] = {DATA: INPUT, OTHER: PROGRAM, "checkpoint": PROGRAM, "observe": PROGRAM}
 
 ADVICE: dict[str, str] = {
-    COMPUTE: "the tiers cost little; a faster or a further device, fewer recomputed activations, or 16 bits help",
-    HOST: "offload_optimizer.update_during_backward hides the update behind the backward, "
-    "offload_optimizer.ratio < 1 leaves a share of it on the "
-    "device, more ranks or nodes share it, and more micro-batches per update make it rarer",
-    LINK: "more micro-batches or a larger one per update, a larger share on the device (offload_optimizer.ratio), or "
-    "pin_memory",
-    DISK: "larger micro-batches or more of them per update, more buffers (buffer_count), fewer bytes "
-    "(offload_optimizer.split_master), a faster disk; or states on the host (offload_optimizer.device = cpu)",
-    NETWORK: "fewer, larger micro-batches, a lower stage, hybrid sharding within nodes, 8 bits between nodes; or one "
-    "rank waits for a slower one: look at a trace",
-    INPUT: "prepare batches in other processes (dataloader workers), or ahead",
-    PROGRAM: "this is time outside of forward, backward and step: checkpoints, logging, .item() in the training loop",
+    COMPUTE: "To go faster: bf16, less recomputation, a faster or a second GPU.",
+    HOST: "To go faster: offload_optimizer.update_during_backward, offload_optimizer.ratio < 1, more ranks, or more "
+    "micro-batches per update.",
+    LINK: "To go faster: larger or more micro-batches per update, a smaller offload_optimizer.ratio, or pin_memory.",
+    DISK: "To go faster: larger or more micro-batches per update, more buffers (buffer_count), "
+    "offload_optimizer.split_master, a faster disk, or states on the host (offload_optimizer.device = cpu).",
+    NETWORK: "To go faster: fewer, larger micro-batches, a lower stage, hybrid sharding within nodes, or 8 bits "
+    "between nodes. A slow rank also looks like this: look at a trace.",
+    INPUT: "To go faster: prepare batches ahead, or in other processes (workers of the data loader).",
+    PROGRAM: "This is time outside of forward, backward and step: checkpoints, logging, .item() in the training loop.",
 }
 
 
