@@ -79,7 +79,8 @@ INTRODUCTION = f"""# Configuration
 <!-- Written by `{COMMAND}`; change the settings, not this page. -->
 
 These pages list every key of a configuration. A configuration is a JSON or YAML file in DeepSpeed's format, or a
-dict of the same form. An existing `ds_config.json` usually works unchanged; otherwise an error lists the keys that do not.
+dict of the same form. An existing `ds_config.json` usually works unchanged; otherwise an error lists the keys that
+do not.
 
 ```json
 {{

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from zeromesh.apps.train.data.hub_datasets import is_dataset_id
 from zeromesh.apps.train.train_settings import TrainSettings
@@ -12,7 +13,7 @@ from zeromesh.base.requirements import pip_install
 from zeromesh.config.errors import ConfigError
 
 
-def require_packages(settings: TrainSettings, source: Path) -> None:
+def require_packages(settings: TrainSettings, source: Path | Mapping[str, Any]) -> None:
     """Raise ConfigError with each package that the configuration in ``source`` needs and that is missing."""
     missing = {package: reason for package, reason in _needed(settings) if not _is_installed(package)}
     problems = [
@@ -22,7 +23,7 @@ def require_packages(settings: TrainSettings, source: Path) -> None:
     if len(missing) > 1:
         problems.append(f"all at once: {pip_install(*missing)}")
     if problems:
-        raise ConfigError(problems, str(source))
+        raise ConfigError(problems, str(source) if isinstance(source, Path) else "the configuration")
 
 
 def _is_installed(package: str) -> bool:
