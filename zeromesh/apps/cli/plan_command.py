@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.apps.cli.plan_model import SCRIPT, AskedModel, asked_model
-from zeromesh.apps.plan.choose.answer import PlanAnswer, answer, layout_text, reason_of, seconds_text, sentences
+from zeromesh.apps.plan.choose.answer import PlanAnswer, answer, layout_text, reason_of, sentences
+from zeromesh.apps.plan.choose.certainty import memory_word, mfu_text, seconds_text
 from zeromesh.apps.plan.choose.fit import host_bytes
 from zeromesh.apps.plan.choose.judge import judge
 from zeromesh.apps.plan.choose.layout_documents import document_for, launch_command, layout_from, precision_for
@@ -149,7 +150,7 @@ def _show(told: PlanAnswer, most: int) -> None:
     limit = least_memory(result.request.machine)
     if result.best is not None:
         device = f"device, of {bytes_text(limit)}"
-        write(f"{'':<3}{'step':>8} {'tokens/s':>9} {'MFU':>6}  {device:<{BAR + 9}} host, of node\n")
+        write(f"{'':<3}{'step':>8} {'tokens/s':>9} {'MFU':>10}  {device:<{BAR + 15}} host, of node\n")
     for number, candidate in enumerate(result.shown[:most], 1):
         _line(number, candidate)
     write("\n")
@@ -182,8 +183,8 @@ def _line(number: int, candidate: PlanCandidate) -> None:
     hosts = f" {bar(host / node.host_memory, 5)} {bytes_text(host)}" if host else " -"
     disks = f" disk {bytes_text(disk)}" if disk else ""
     write(
-        f"{number:<3}{seconds_text(candidate.time.seconds):>8} {speed:>9} {candidate.mfu:>6.1%}  "
-        f"{bar(used / limit)} {bytes_text(used):>8}{hosts}{disks}\n"
+        f"{number:<3}{seconds_text(candidate.time.seconds):>8} {speed:>9} {mfu_text(candidate):>10}  "
+        f"{bar(used / limit)} {bytes_text(used):>8} {memory_word(candidate):<5}{hosts}{disks}\n"
     )
     runs = f"{layout.accumulation} x {counted(layout.micro_batch, 'sample')}"
     text = f"{layout_text(layout)}; {runs}; {reason_of(candidate)}"
@@ -214,9 +215,14 @@ def _candidate_json(candidate: PlanCandidate) -> dict[str, Any]:
     return {
         "layout": layout_text(candidate.layout),
         "seconds": candidate.time.seconds,
+        "seconds_interval": candidate.time.interval,
         "waits": dict(candidate.time.waits),
         "tokens_per_second": candidate.tokens_per_second,
         "mfu": candidate.mfu,
+        "mfu_interval": candidate.mfu_interval,
+        "upper_bound": candidate.time.calibration.is_bound,
+        "measured_steps": candidate.time.calibration.rows,
+        "tight": candidate.tight,
         "price_per_million_tokens": candidate.price,
         "device_bytes": [rank.device for rank in candidate.memory],
         "device_peak": candidate.fullest.peak.label,
