@@ -20,7 +20,7 @@ from published import PublishedRow, read_rows
 from published_fit import samples_of
 from published_practices import Constants
 from published_time import LAYER, gpu_name, machine_of, seconds_of
-from zeromesh.apps.plan.machine.calibration import FEW, NEAREST, PATH, calibration_of, kind_of, reserved_margin
+from zeromesh.apps.plan.machine.calibration import FEW, NEAREST, PATH, calibration_of, kind_of, reserved_margin, table
 from zeromesh.base.devices import ACCELERATORS, find_accelerator
 
 # Chips that are the same, or two of which are one device.
@@ -128,8 +128,8 @@ def calibration_card(rows: Sequence[PublishedRow]) -> str:
         "## Calibration by GPU",
         "",
         "`zeromesh plan` multiplies the time that a machine's rates give by the median of measured / predicted of the",
-        "rows of its family of GPUs and kind of run, without any other fitted constant. Its interval has the rows",
-        "from the tenth to the ninetieth of a hundred. *Before* and *after* are errors of predicted times: of the",
+        "rows of its family of GPUs and kind of run, without any other fitted constant. In its interval eight of ten",
+        "further rows are expected. *Before* and *after* are errors of predicted times: of the",
         "rates alone, and with a factor from the other rows, each row being left out in turn. *Inside* is the share of",
         "rows that lie in the interval of the other rows; in brackets, of all sources but the row's own.",
         "Rows of frameworks with kernels of their own (Megatron, MaxText) count where a family has fewer than",
@@ -145,9 +145,9 @@ def calibration_card(rows: Sequence[PublishedRow]) -> str:
     for key in [*sorted(groups, key=lambda key: (key[0], [*NEAREST].index(key[1]))), ("all", "")]:
         here = groups.get(key, used)
         ids = {row.id for row in here}
-        calibration = calibration_of([row.ratio for row in here])
         if not here:
             continue
+        calibration = calibration_of([row.ratio for row in here])
         calibration = calibration_of([row.ratio for row in here])
         before = [abs(1 / row.ratio - 1) for row in here]
         left = [one for one in alone if one[0].id in ids]
@@ -157,7 +157,7 @@ def calibration_card(rows: Sequence[PublishedRow]) -> str:
         inside = f"{_share(left)} ({_share(others)})"
         factor = ["", ""] if key[0] == "all" else [ends[1], ends[0]]
         lines.append(f"| {' | '.join([*key, str(len(here)), *factor, _errors(before), _errors(after), inside])} |")
-    margin = reserved_of(rows)
+    margin = table()["reserved"]
     lines += [
         "",
         f"A layout is *safe* if a device has room for {reserved_margin():.0%} more than is predicted, which",

@@ -1,9 +1,11 @@
 """Calibration of times by measured steps, and layouts that are safe or tight."""
 
 from dataclasses import replace
+from io import StringIO
 from statistics import median
 
 import pytest
+from rich.console import Console
 
 from planning import GB, Plain, machine, memory, time
 from zeromesh.apps.plan.choose.certainty import interval_text, mfu_text, tight_text
@@ -27,6 +29,7 @@ from zeromesh.apps.plan.machine.presets import cluster, find_device
 from zeromesh.apps.plan.machine.rates import Habits
 from zeromesh.apps.plan.predict.lower_bounds import TimeBound
 from zeromesh.apps.plan.predict.time import time_of
+from zeromesh.base.progress import SearchBar
 
 RATIOS = [1.0 + 0.1 * n for n in range(9)]
 
@@ -117,3 +120,12 @@ def test_progress_is_told_as_layouts_are_computed() -> None:
     search(request, SearchEffort(20, 10, 100), progress=lambda done, most: told.append((done, most)))
     assert told
     assert all(0 < done <= most for done, most in told)
+
+
+def test_a_search_shows_a_bar_on_a_terminal_alone() -> None:
+    for is_terminal in (True, False):
+        console = Console(file=StringIO(), force_terminal=is_terminal, width=80, _environ={"TERM": "xterm"})
+        with SearchBar(console, "tracing gpt2") as bar:
+            bar.told("computing layouts", 5, 20)
+        assert isinstance(console.file, StringIO)
+        assert ("computing layouts" in console.file.getvalue()) is is_terminal

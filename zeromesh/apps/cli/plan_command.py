@@ -8,9 +8,12 @@ import sys
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from zeromesh.apps.cli.plan_model import SCRIPT, AskedModel, asked_model
 from zeromesh.apps.plan.choose.answer import PlanAnswer, answer, layout_text, reason_of, sentences
@@ -27,6 +30,7 @@ from zeromesh.apps.plan.predict.lower_bounds import least_memory, slowest
 from zeromesh.apps.train.screen import write
 from zeromesh.apps.train.train_settings import TrainSettings
 from zeromesh.base.drawing import require_matplotlib
+from zeromesh.base.progress import SearchBar
 from zeromesh.base.words import bytes_text, counted, scaled_text
 from zeromesh.engine.initialize.widths import PRECISIONS
 
@@ -85,8 +89,9 @@ def plan(question: PlanQuestion, machine: Machine) -> bool:
     if question.explain is not None:
         return _explain(question, asked, machine)
     request = _request(question, asked, machine, precision)
-    result = search(request)
-    told = answer(result)
+    with SearchBar(Console(stderr=True), f"tracing {request.source.name}") as bar:
+        result = search(request, progress=partial(bar.told, "computing layouts"))
+        told = answer(result)
     document = None
     if result.best is not None:
         document = asked.document(document_for(result.best.layout, precision), request.sequence)
@@ -247,7 +252,8 @@ def _explain(question: PlanQuestion, asked: AskedModel, machine: Machine) -> boo
             "out"
         )
     request = _request(replace(question, batch=batch, sequence=sequence), asked, machine, precision)
-    judgement = judge(request, layout)
+    with SearchBar(Console(stderr=True), f"tracing {request.source.name}"):
+        judgement = judge(request, layout)
     if question.as_json:
         write(json.dumps(judgement.as_json(), indent=1) + "\n")
         return judgement.fits

@@ -166,6 +166,11 @@ def cluster(
         raise ValueError(f"price is {price!r}, but must be 0 (unknown) or the price of a node per hour")
     if host_memory is not None and not 0 < host_memory < math.inf:
         raise ValueError(f"host_memory is {host_memory!r}, but must be the bytes of a node's memory, above 0")
+    if host_memory is not None and not 1e9 <= host_memory < 1e15:
+        raise ValueError(
+            f"host_memory is {host_memory:.3g} bytes, but a node has at least 10^9 and less than 10^15; give bytes "
+            "here, and GB to --host-memory: 512 for half a terabyte"
+        )
     if not gpu and not node:
         raise ValueError("give a GPU, such as h100, or a node, such as dgx-h100")
     name, row = _node_row(gpu, gpus, node)
