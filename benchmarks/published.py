@@ -27,7 +27,8 @@ _FIELDS = {
     "a whole number above 0": {
         "model": "layers hidden heads kv_heads ffn vocab seq",
         "hardware": "gpus gpus_per_node",
-        "layout": "dp fsdp pp cp ep vp interleave micro_batch micro_batches global_batch local_batch batch_per_dp",
+        "layout": "replicate dp fsdp pp cp ep vp interleave micro_batch micro_batches global_batch local_batch "
+        "batch_per_dp",
     },
     "a number above 0": {
         "model": "params params_total params_active largest_layer", "hardware": "host_gb peak_tflops",
@@ -35,7 +36,7 @@ _FIELDS = {
     },
     "a text": {
         "model": "name", "hardware": "gpu",
-        "layout": "precision recompute schedule scheme framework gradients optimizer",
+        "layout": "precision recompute schedule scheme framework gradients optimizer lora",
     },
     "true or false": {
         "model": "tied gated",
@@ -158,6 +159,7 @@ class PublishedRow:
         return replace(
             row, parameter_tier=parameters, optimizer_tier=optimizer,
             gradient_tier=Tier.DEVICE if optimizer is Tier.DEVICE else Tier.HOST,
+            offloaded=float(self.layout.get("offload_fraction") or 1.0),
         )  # fmt: skip
 
     @property

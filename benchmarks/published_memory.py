@@ -25,7 +25,7 @@ FRAMEWORKS = {
     "zero2019": "zero paper", "zero_offload2021": "deepspeed", "zero3_offload2021": "deepspeed",
     "zero_infinity2021": "deepspeed", "ds_estimator": "deepspeed", "korthikanti2022": "megatron paper",
     "simumax_b200": "megatron", "torchtitan": "fsdp2", "stas00": "deepspeed", "ds_blogs": "deepspeed",
-    "bigscience": "megatron", "nanotron_bench": "nanotron", "megatrain2026": "deepspeed",
+    "bigscience": "megatron", "nanotron_bench": "nanotron", "megatrain2026": "deepspeed", "torchao": "fsdp2",
 }  # fmt: skip
 
 # Known differences between a row and what was measured, by source and model.

@@ -38,6 +38,7 @@ class Practice:
     shape: Mapping[str, Any] = field(default_factory=dict)  # fields of the model's shape
     cluster: Mapping[str, Any] = field(default_factory=dict)  # arguments of presets.cluster for its machine
     fitted: tuple[str, str] = ("products", "links")  # constants of its GPUs that are fitted
+    own_kernels: bool = True  # it trains models of its own kernels, where ZeroMesh runs the modules of a PyTorch model
     why: str = ""
 
 
@@ -72,18 +73,26 @@ PRACTICES: dict[str, Practice] = {
                                         why="all reductions overlap; blocks with one norm; fused kernels"),
     "llama3": Practice(CORE, row=1, chunks=8, causal=0.5, sequence=True, why="the number of stages is not published"),
     "torchtitan": Practice(Habits(selective=0.45, attention=HOPPER_FLASH_2), wire=4, sequence=True, keeps=True,
+                           own_kernels=False,
                            why="FSDP2; every second matrix product is recomputed"),
     "mosaic": Practice(Habits(attention=HOPPER_FLASH_2), fitted=("products", "step"), shape={"dropout": False},
+                       own_kernels=False,
                        why="FSDP1 with FlashAttention in Triton"),
     "simumax_b200": Practice(replace(CORE, joins_hidden=0.0), wire=4, fitted=("products", "memory")),
     "nemo": Practice(replace(CORE, joins_hidden=0.8), sequence=True, fitted=("products", "memory")),
-    "azure2022": Practice(DEEPSPEED, fused_attention=False, counts_recompute=True,
+    "azure2022": Practice(DEEPSPEED, fused_attention=False, counts_recompute=True, own_kernels=False,
                           why="DeepSpeed, over one link per node"),
     "bigscience": Practice(MEGATRON, fused_attention=False, counts_recompute=True,
                            cluster={"gpus": 4, "between": "4 x edr"},
                            why="nodes of four V100 and four 100 Gbit/s links; layer sizes are guessed from the "
                                "number of parameters"),
-    "stas00": Practice(causal=0.5, fitted=("products", "host"), why="the host updates the optimizer states"),
+    "stas00": Practice(Habits(host_traffic=1.76), causal=0.5, fitted=("products", "host"), own_kernels=False,
+                       why="the host updates the optimizer states, and casts gradients and parameters apart"),
+    "dgxc": Practice(replace(CORE, joins_hidden=0.8), sequence=True, fitted=("products", "memory")),
+    "dgxc/MaxText FSDP": Practice(replace(CORE, fusion=0.5), row=3, fitted=("products", "memory"), why="MaxText"),
+    "kempner": Practice(Habits(attention=HOPPER_FLASH_2), sequence=True, own_kernels=False, why="FSDP2"),
+    "torchao": Practice(Habits(selective=0.45, attention=HOPPER_FLASH_2), wire=4, own_kernels=False, why="FSDP2"),
+    "zeromesh": Practice(wire=2, own_kernels=False, fitted=("products", "memory")),
     "nanotron_bench": Practice(wire=4),
 }
 # fmt: on
@@ -101,8 +110,8 @@ LLAMA_3 = {"8b": (32, 4096, 32, 14336), "70b": (80, 8192, 64, 28672), "405b": (1
 WORDS = {"mpt": 50368, "gpt": 51200}  # vocabulary by a model's first word, padded as the frameworks do
 ASPECT = 128  # width divided by layers of a GPT whose sizes nobody says (Kaplan et al., 2020: 30 to 200 cost little)
 
-# By source and GPU, fitted on 2026-11-25 by ``published_fit.py`` to the half of our rows that ``in_fit`` chooses; the
-# other half is predicted with them.
+# By source and GPU, fitted on 2026-11-25 and 2026-11-28 by ``published_fit.py`` to the half of our rows that ``in_fit``
+# chooses; the other half is predicted with them.
 CONSTANTS: dict[tuple[str, str], Constants] = {
     ("megatron2021", "A100-80GB"): Constants(products=0.794, links=0.655),
     ("korthikanti2022", "A100-80GB"): Constants(products=0.924, memory=0.531),
@@ -121,7 +130,14 @@ CONSTANTS: dict[tuple[str, str], Constants] = {
     ("nemo", "DGX-B200"): Constants(products=0.619, memory=0.767),
     ("bigscience", "V100-16GB"): Constants(products=0.906, links=0.0888),
     ("bigscience", "V100-32GB"): Constants(products=0.692, links=0.102),
-    ("stas00", "H200-141GB"): Constants(products=0.903, host=0.153),
-    ("stas00", "B200-180GB"): Constants(products=0.829, host=0.163),
+    ("stas00", "H200-141GB"): Constants(products=0.903, host=0.462),
+    ("stas00", "B200-180GB"): Constants(products=0.829, host=0.492),
     ("azure2022", "A100-80GB"): Constants(products=0.845, links=0.725),
+    ("dgxc", "H100-80GB"): Constants(products=0.675, memory=1),
+    ("dgxc", "GB200"): Constants(products=0.54, memory=0.809),
+    ("kempner", "H200-141GB"): Constants(products=0.629, links=0.244),
+    ("torchao", "H100-80GB"): Constants(products=0.328, links=0.7),
+    ("torchao", "MI300X-192GB"): Constants(products=0.246, links=0.7),
+    ("torchao", "B200-180GB"): Constants(products=0.241, links=0.7),
+    ("zeromesh", "H200-141GB"): Constants(products=0.524, memory=0.726),
 }

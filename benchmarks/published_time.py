@@ -83,6 +83,9 @@ def machine_of(row: PublishedRow, ranks: int, constants: Constants) -> Machine:
         raise UnjudgedError(f"hardware.gpu is {gpu!r}; no preset has its speed")
     node = machine.nodes[0][0]
     devices = min(int(row.hardware.get("gpus_per_node") or node.devices), node.devices)
+    if devices < node.devices:  # a part of a node has a part of its host
+        machine = cluster(machine.nodes[0][0].device.name, devices, **practice_of(row).cluster)
+        node = machine.nodes[0][0]
     device = replace(
         node.device, product_efficiency=constants.products or node.device.product_efficiency,
         memory_efficiency=constants.memory or node.device.memory_efficiency,
@@ -109,7 +112,7 @@ def setting_of(row: PublishedRow) -> Setting:
         size = row.needs("layout", "micro_batch")
         row = replace(row, model={"vocab": 1, **row.model}, layout={"global_batch": size, **row.layout})
     row, practice = completed(row), practice_of(row)
-    if "lora" in row.where.lower():
+    if "lora" in row.where.lower() or row.layout.get("lora"):
         raise UnjudgedError("the row lacks the matrices that LoRA adapts")
     row.refuse_experts()
     shape, layout = row.shape, row.parallel

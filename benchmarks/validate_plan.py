@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import published_memory
 import published_time
+from calibrate_plan import calibration_card
 from published import Outcome, PublishedRows, read_rows
 from published_fit import time_card
 
@@ -129,7 +130,7 @@ def report(published: PublishedRows, outcomes: Sequence[Outcome]) -> str:
             worst.append([one.row, one.quantity, *figures, one.note])
     lines += ["", "## Worst rows", "", f"The {WORST} worst predictions for each source and quantity.", ""]
     lines += _table("row|quantity|predicted|published|error|note", worst)
-    lines += ["", *time_card(published.rows).splitlines()]
+    lines += ["", *calibration_card(published.rows).splitlines(), "", *time_card(published.rows).splitlines()]
     unjudged = []
     for group in groups:
         reasons: dict[str, list[str]] = defaultdict(list)
@@ -172,8 +173,10 @@ This page compares the predictions of `zeromesh plan` with published measurement
 - Predictions of memory use no measured value. The formulas are in `zeromesh/apps/plan/cost/shape.py` and
   `zeromesh/shard/sizes.py`. The tensors that each framework keeps are in `benchmarks/published_conventions.py`, with
   sources.
-- Predictions of time use two constants for each GPU and source. They are fitted to one half of the source's rows.
-  Errors are those of the other half.
+- `zeromesh plan` multiplies times by one factor for each family of GPUs and kind of run:
+  [Calibration by GPU](#calibration-by-gpu). All other tables show how well the model of a step fits each framework:
+  their predictions of time use two constants for each GPU and source. They are fitted to one half of the source's
+  rows. Errors are those of the other half.
 - Mixtures of experts are not judged: the sources do not give the sizes of the experts, nor how evenly tokens were
   distributed. `zeromesh plan` traces such models from their configurations instead.
 

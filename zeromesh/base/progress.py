@@ -13,6 +13,7 @@ from rich.progress import (
     Progress,
     TaskProgressColumn,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
@@ -110,3 +111,19 @@ class ReadingBar(Live):
         elif self._console is not None and now - self._last >= READING_SECONDS:
             self._last = now
             self._console.print(f"{self._what}: {bytes_text(self._read)} of {bytes_text(self._total)}")
+
+
+class SearchBar(Live):
+    """Bar of a search that takes long, on a terminal only. A context: the bar ends with it and leaves nothing."""
+
+    def __init__(self, console: Console, what: str) -> None:
+        if console.is_terminal and not console.is_dumb_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(20), TimeElapsedColumn())
+            self._bar = Progress(*columns, console=console, transient=True)
+            # Without a total the bar moves to and fro: nobody knows how long what comes before the first step takes.
+            self._task = self._bar.add_task(what, total=None)
+
+    def told(self, what: str, done: int, most: int) -> None:
+        """Show how far it is: ``most`` steps are the end at the latest."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=what, completed=done, total=most)

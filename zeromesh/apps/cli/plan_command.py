@@ -8,12 +8,16 @@ import sys
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from zeromesh.apps.cli.plan_model import SCRIPT, AskedModel, asked_model
-from zeromesh.apps.plan.choose.answer import PlanAnswer, answer, layout_text, reason_of, seconds_text, sentences
+from zeromesh.apps.plan.choose.answer import PlanAnswer, answer, layout_text, reason_of, sentences
+from zeromesh.apps.plan.choose.certainty import memory_word, mfu_text, seconds_text
 from zeromesh.apps.plan.choose.fit import host_bytes
 from zeromesh.apps.plan.choose.judge import judge
 from zeromesh.apps.plan.choose.layout_documents import document_for, launch_command, layout_from, precision_for
@@ -26,6 +30,7 @@ from zeromesh.apps.plan.predict.lower_bounds import least_memory, slowest
 from zeromesh.apps.train.screen import write
 from zeromesh.apps.train.train_settings import TrainSettings
 from zeromesh.base.drawing import require_picture
+from zeromesh.base.progress import SearchBar
 from zeromesh.base.words import bytes_text, counted, scaled_text
 from zeromesh.engine.initialize.widths import PRECISIONS
 
@@ -84,8 +89,9 @@ def plan(question: PlanQuestion, machine: Machine) -> bool:
     if question.explain is not None:
         return _explain(question, asked, machine)
     request = _request(question, asked, machine, precision)
-    result = search(request)
-    told = answer(result)
+    with SearchBar(Console(stderr=True), f"tracing {request.source.name}") as bar:
+        result = search(request, progress=partial(bar.told, "computing layouts"))
+        told = answer(result)
     document = None
     if result.best is not None:
         document = asked.document(document_for(result.best.layout, precision), request.sequence)
@@ -150,7 +156,7 @@ def _show(told: PlanAnswer, most: int) -> None:
     limit = least_memory(result.request.machine)
     if result.best is not None:
         device = f"device, of {bytes_text(limit)}"
-        write(f"{'':<3}{'step':>8} {'tokens/s':>9} {'MFU':>6}  {device:<{BAR + 9}} host, of node\n")
+        write(f"{'':<3}{'step':>8} {'tokens/s':>9} {'MFU':>10}  {device:<{BAR + 15}} host, of node\n")
     for number, candidate in enumerate(result.shown[:most], 1):
         _line(number, candidate)
     write("\n")
@@ -183,8 +189,8 @@ def _line(number: int, candidate: PlanCandidate) -> None:
     hosts = f" {bar(host / node.host_memory, 5)} {bytes_text(host)}" if host else " -"
     disks = f" disk {bytes_text(disk)}" if disk else ""
     write(
-        f"{number:<3}{seconds_text(candidate.time.seconds):>8} {speed:>9} {candidate.mfu:>6.1%}  "
-        f"{bar(used / limit)} {bytes_text(used):>8}{hosts}{disks}\n"
+        f"{number:<3}{seconds_text(candidate.time.seconds):>8} {speed:>9} {mfu_text(candidate):>10}  "
+        f"{bar(used / limit)} {bytes_text(used):>8} {memory_word(candidate):<5}{hosts}{disks}\n"
     )
     runs = f"{layout.accumulation} x {counted(layout.micro_batch, 'sample')}"
     text = f"{layout_text(layout)}; {runs}; {reason_of(candidate)}"
@@ -215,9 +221,14 @@ def _candidate_json(candidate: PlanCandidate) -> dict[str, Any]:
     return {
         "layout": layout_text(candidate.layout),
         "seconds": candidate.time.seconds,
+        "seconds_interval": candidate.time.interval,
         "waits": dict(candidate.time.waits),
         "tokens_per_second": candidate.tokens_per_second,
         "mfu": candidate.mfu,
+        "mfu_interval": candidate.mfu_interval,
+        "upper_bound": candidate.time.calibration.is_bound,
+        "measured_steps": candidate.time.calibration.rows,
+        "tight": candidate.tight,
         "price_per_million_tokens": candidate.price,
         "device_bytes": [rank.device for rank in candidate.memory],
         "device_peak": candidate.fullest.peak.label,
@@ -242,7 +253,8 @@ def _explain(question: PlanQuestion, asked: AskedModel, machine: Machine) -> boo
             "out"
         )
     request = _request(replace(question, batch=batch, sequence=sequence), asked, machine, precision)
-    judgement = judge(request, layout)
+    with SearchBar(Console(stderr=True), f"tracing {request.source.name}"):
+        judgement = judge(request, layout)
     if question.as_json:
         write(json.dumps(judgement.as_json() | _candidate_json(judgement.candidate), indent=1) + "\n")
         return judgement.fits

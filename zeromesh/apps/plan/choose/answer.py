@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
 
-from zeromesh.apps.plan.choose.fit import TIME_ERROR, lacking
+from zeromesh.apps.plan.choose.certainty import interval_text, tight_text
+from zeromesh.apps.plan.choose.fit import lacking
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
 from zeromesh.apps.plan.choose.search import ALIKE, PlanCandidate, PlanResult, SearchEffort, search
 from zeromesh.apps.plan.choose.space import LayoutSpace, PlanRequest
@@ -118,12 +119,6 @@ def shares_text(candidate: PlanCandidate) -> str:
     return ", ".join(f"{name} {share:.0%}" for name, share in shares_of(candidate)[:4] if share >= 0.005)
 
 
-def interval_text(seconds: float) -> str:
-    """Return a predicted time with its interval."""
-    low, high = seconds_text(seconds * (1 - TIME_ERROR)), seconds_text(seconds * (1 + TIME_ERROR))
-    return f"{seconds_text(seconds)}, between {low} and {high} by what is known of such predictions"
-
-
 def fullest_text(candidate: PlanCandidate) -> str:
     """Return the ranks whose devices need most, for people."""
     return f"pipeline rank {candidate.fullest.pipeline_rank}" if candidate.layout.pipeline > 1 else "each rank"
@@ -161,7 +156,7 @@ def _best(told: PlanAnswer) -> Iterator[str]:
     batches = counted(layout.accumulation, "micro-batch")
     yield (
         f"Best: {layout_text(layout)}; {batches} of {counted(layout.micro_batch, 'sample')} on each rank. A "
-        f"step takes {interval_text(best.time.seconds)}."
+        f"step takes {interval_text(best.time)}."
     )
     freed = next((gain for gain in told.gains if "memory" in gain.change), None)
     binding = "memory" if freed is not None and freed.share >= LEAST_GAIN else best.time.bound
@@ -172,10 +167,12 @@ def _best(told: PlanAnswer) -> Iterator[str]:
         f"The most memory is used by {fullest_text(best)} at the {peak.label}: {bytes_text(best.fullest.device)} of "
         f"{bytes_text(least_memory(best.machine))}, with {parts}."
     )
+    if best.tight:
+        yield f"{tight_text(best)}. No layout that was computed leaves more room."
     rival = next(iter(result.shown[1:]), None)
     if rival is not None:
         beside = _beside(result.request.goal, best, rival)
-        yield f"Runner-up: {layout_text(rival.layout)}, {beside}."
+        yield f"Runner-up: {layout_text(rival.layout)}, {beside}{', but tight' if rival.tight > best.tight else ''}."
     if (room := told.largest) is not None:
         yield (
             f"With this layout there is room for micro-batches of {counted(room.micro_batch, 'sample')}, or sequences "
@@ -230,11 +227,6 @@ def _nothing_fits(told: PlanAnswer) -> Iterator[str]:
         yield f"{number}. {ADVICE[remedy.kind].capitalize()}: {remedy.text}."
     if not told.remedies:
         yield "No single change that was tried helps: a smaller model, or several of the changes together."
-
-
-def seconds_text(seconds: float) -> str:
-    """Return a time with three digits."""
-    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
 
 
 # What would change it.

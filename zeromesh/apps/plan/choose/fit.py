@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
+from zeromesh.apps.plan.machine.calibration import reserved_margin
 from zeromesh.apps.plan.machine.cluster import Machine, Node
 from zeromesh.apps.plan.predict.lower_bounds import least_memory
 from zeromesh.apps.plan.predict.rank_memory import RankMemory
 
-# Errors of predictions, from docs/plan-report-card.md; a test computes both from that page.
-# Times of held-out rows are wrong by 6.4 % on average. 2.5 times that is an interval of 95 % for normal errors.
-TIME_ERROR = 0.15
+# Error of predictions, from docs/plan-report-card.md; a test computes it from that page.
 # Peaks of memory (memory_gib) are wrong by 0.5 and by 3.3 % on average, by source: this is the larger one.
 MEMORY_MARGIN = 0.03
+
+
+def is_tight(memory: Iterable[RankMemory], machine: Machine) -> bool:
+    """Return whether the bytes that an allocator may reserve beyond the predicted ones do not fit on a device."""
+    return max(rank.device for rank in memory) * (1 + reserved_margin()) > least_memory(machine)
 
 
 def host_bytes(memory: Iterable[RankMemory], layout: ParallelLayout, node: Node, tier: str) -> float:
@@ -25,11 +29,16 @@ def host_bytes(memory: Iterable[RankMemory], layout: ParallelLayout, node: Node,
     return mean * min(node.devices, layout.ranks)
 
 
-def lacking(memory: Iterable[RankMemory], layout: ParallelLayout, machine: Machine) -> dict[str, float]:
-    """Return bytes that each tier lacks for a layout; negative where some are left."""
+def lacking(
+    memory: Iterable[RankMemory],
+    layout: ParallelLayout,
+    machine: Machine,
+    share: float = 1 - MEMORY_MARGIN,
+) -> dict[str, float]:
+    """Return bytes that each tier lacks; negative where some are left. ``share`` of a device may be taken."""
     ranks = list(memory)
     peak = max(rank.device for rank in ranks)
-    missing = {"device": peak - least_memory(machine) * (1 - MEMORY_MARGIN)}
+    missing = {"device": peak - least_memory(machine) * share}
     for tier, has in (("host", "host_memory"), ("nvme", "disk")):
         missing[tier] = max(host_bytes(ranks, layout, node, tier) - getattr(node, has) for node, _ in machine.nodes)
     if any(node.device.processor for node, _ in machine.nodes):

@@ -8,12 +8,11 @@ from typing import Any
 from zeromesh.apps.plan.choose.answer import (
     LEAST_GAIN,
     fullest_text,
-    interval_text,
     layout_text,
     missing_text,
-    seconds_text,
     shares_text,
 )
+from zeromesh.apps.plan.choose.certainty import interval_text, seconds_text, tight_text
 from zeromesh.apps.plan.choose.fit import lacking
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
 from zeromesh.apps.plan.choose.search import PlanCandidate, PlanResult, search
@@ -46,9 +45,11 @@ class LayoutJudgement:
 
     @property
     def better(self) -> tuple[PlanCandidate, ...]:
-        """Layouts that are faster, or all that fit where this one does not."""
-        limit = self.candidate.time.seconds if self.fits else float("inf")
-        return tuple(candidate for candidate in self.result.shown if candidate.time.seconds < limit * (1 - LEAST_GAIN))
+        """Layouts that are faster and no tighter, or all that fit where this one does not."""
+        if not self.fits:
+            return self.result.shown
+        limit, tight = self.candidate.time.seconds * (1 - LEAST_GAIN), self.candidate.tight
+        return tuple(other for other in self.result.shown if other.time.seconds < limit and other.tight <= tight)
 
     @property
     def sentences(self) -> list[str]:
@@ -61,9 +62,12 @@ class LayoutJudgement:
         else:
             share = candidate.fullest.device / least_memory(candidate.machine)
             sentences = [f"It fits: {rank} uses {share:.0%} of the device's memory, most of it at the {peak}."]
+            if candidate.tight:
+                sentences.append(f"{tight_text(candidate)}.")
         would = "would take" if missing else "takes"
         sentences.append(
-            f"A step {would} {interval_text(seconds)}. It is bound by {candidate.time.bound}: {shares_text(candidate)}."
+            f"A step {would} {interval_text(candidate.time)}. It is bound by {candidate.time.bound}: "
+            f"{shares_text(candidate)}."
         )
         if self.better:
             best = self.better[0]
@@ -84,6 +88,8 @@ class LayoutJudgement:
             "lacks": self.over,
             "states": self.states,
             "seconds": candidate.time.seconds,
+            "seconds_interval": candidate.time.interval,
+            "tight": candidate.tight,
             "waits": dict(candidate.time.waits),
             "answer": self.sentences,
             "better": [{"layout": layout_text(b.layout), "seconds": b.time.seconds} for b in self.better],

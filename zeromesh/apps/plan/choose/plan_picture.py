@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from math import isfinite
 from pathlib import Path
 
-from zeromesh.apps.plan.choose.answer import PlanAnswer, fullest_text, layout_text, seconds_text, sentences
+from zeromesh.apps.plan.choose.answer import PlanAnswer, fullest_text, layout_text, sentences
+from zeromesh.apps.plan.choose.certainty import seconds_text
 from zeromesh.apps.plan.choose.search import LayoutCell, PlanCandidate, PlanResult
 from zeromesh.apps.plan.predict.lower_bounds import least_memory
 from zeromesh.apps.plan.predict.time import Interval, StepTime, time_of

@@ -10,25 +10,25 @@ is said.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from functools import cached_property
 from math import inf
 from typing import NamedTuple
 
-from zeromesh.apps.plan.choose.fit import MEMORY_MARGIN, lacking
+from zeromesh.apps.plan.choose.fit import MEMORY_MARGIN, is_tight, lacking
 from zeromesh.apps.plan.choose.layout_documents import is_accepted
+from zeromesh.apps.plan.choose.mesh_layouts import LayoutGroup, MeshLayouts, joined, price_of
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
 from zeromesh.apps.plan.choose.space import LARGEST_MICRO_BATCH, LayoutSpace, PlanRequest, refuse_batch
 from zeromesh.apps.plan.cost.cost import Recompute
+from zeromesh.apps.plan.machine.calibration import reserved_margin
 from zeromesh.apps.plan.machine.cluster import Machine
 from zeromesh.apps.plan.predict.lower_bounds import best_rate, least_memory, slowest
 from zeromesh.apps.plan.predict.rank_memory import RankMemory
 from zeromesh.apps.plan.predict.time import StepTime
 from zeromesh.base.placement import PlacementRow, Tier
 
-TIGHT = 0.9  # share of the device's memory from which a layout is nearly full
 SHOWN = 8
 ALIKE = 0.02  # layouts whose scores differ by less are alike, and the simplest of them is the best
 FURTHER = 48  # groups of layouts that are tried for a table that is not full
@@ -41,6 +41,10 @@ class SearchEffort(NamedTuple):
     tried: int = 140  # of them, before others are left out whose bounds promise too little
     weighed: int = 1200  # layouts whose memory is computed
     shown: int = SHOWN  # rows of the table
+
+
+FOR_TIGHT = SearchEffort(40, 24, 240)
+"""Effort for layouts that are faster than the best that is safe."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,17 @@ class PlanCandidate:
         return self.time.flops / (self.time.seconds * self.layout.ranks * best_rate(device, width))
 
     @property
+    def mfu_interval(self) -> tuple[float, float]:
+        """Values of ``mfu`` between which eight of ten such runs are expected."""
+        calibration = self.time.calibration
+        return self.mfu / calibration.high, self.mfu / calibration.low
+
+    @cached_property
+    def tight(self) -> bool:
+        """Whether it may run out of memory where an allocator reserves more than it hands out."""
+        return bool(self.memory) and is_tight(self.memory, self.machine)
+
+    @property
     def price(self) -> float:
         """Price per million tokens; in device-hours where a node has no price."""
         return price_of(self.machine, self.time.seconds, self.layout.samples * self.sequence)
@@ -86,7 +101,7 @@ class PlanCandidate:
         """Return whether the layouts are alike in all that matters: time, memory and devices."""
         pairs = (self.time.seconds, other.time.seconds), (self.fullest.device, other.fullest.device)
         near = all(abs(first - second) <= ALIKE * min(first, second) for first, second in pairs)
-        return near and self.machine.devices == other.machine.devices
+        return near and self.machine.devices == other.machine.devices and self.tight is other.tight
 
     @property
     def parts(self) -> int:
@@ -98,9 +113,7 @@ class PlanCandidate:
         )
         tiers = sum(tier is not Tier.DEVICE for tier in (row.parameter_tier, row.optimizer_tier)) + row.split
         runs = (layout.recompute is not Recompute.NONE) + layout.activations_on_host + (layout.schedule != "1f1b")
-        # What is nearly full may run out of memory where the prediction is wrong.
-        tight = 2 * (bool(self.memory) and self.fullest.device > TIGHT * least_memory(self.machine))
-        return axes + tiers + runs + layout.stage + tight
+        return axes + tiers + runs + layout.stage + 2 * self.tight
 
     def score(self, goal: str) -> float:
         """Return the smaller-is-better number of a goal."""
@@ -137,14 +150,8 @@ class PlanResult:
 
     @property
     def best(self) -> PlanCandidate | None:
-        """The best layout; None if nothing fits."""
+        """The best layout, a tight one only if no other fits; None if nothing fits."""
         return self.shown[0] if self.shown else None
-
-
-def price_of(machine: Machine, seconds: float, tokens: float) -> float:
-    """Return the price per million tokens of a step; in device-hours where a node has no price."""
-    priced = sum(node.price * count for node, count in machine.nodes)
-    return seconds / 3600 / (tokens / 1e6) * (priced or machine.devices)
 
 
 def machines_for(request: PlanRequest) -> list[Machine]:
@@ -159,22 +166,47 @@ def machines_for(request: PlanRequest) -> list[Machine]:
     return machines
 
 
-def search(request: PlanRequest, effort: SearchEffort | None = None) -> PlanResult:
+Progress = Callable[[int, int], None]
+"""Told the number of layouts that were computed, and after how many the search ends at the latest."""
+
+
+def search(request: PlanRequest, effort: SearchEffort | None = None, progress: Progress | None = None) -> PlanResult:
     """Return the best layouts for a request; the result does not depend on the speed of this machine.
 
     Raises:
         ValueError: the batch cannot be shared out to so many devices, with the nearest that can.
     """
-    return _Ranking(request, effort or SearchEffort()).run()
+    effort = effort or SearchEffort()
+    safe = _Ranking(request, effort, progress, 1 / (1 + reserved_margin()))
+    result = safe.run()
+    if result.best is not None and effort.shown == 1:
+        return result
+    # Of tight layouts, those are listed that are better than the best safe one, or all if there is none.
+    tight = _Ranking(request, effort if result.best is None else FOR_TIGHT, progress, 1 - MEMORY_MARGIN, safe)
+    everything = tight.run()
+    return replace(
+        everything,
+        weighed=safe.weighed + tight.weighed,
+        computed=safe.computed + tight.computed,
+        proven=(result if result.best is not None else everything).proven,
+    )
 
 
 class _Ranking:
     """The search's state: meshes and groups that wait, and what was found."""
 
-    def __init__(self, request: PlanRequest, effort: SearchEffort) -> None:
-        self.request, self.effort = request, effort
-        self.cells: dict[tuple[PlacementRow, tuple[int, int, int]], LayoutCell] = {}
-        self.found: list[PlanCandidate] = []
+    def __init__(
+        self,
+        request: PlanRequest,
+        effort: SearchEffort,
+        progress: Progress | None,
+        share: float,
+        before: _Ranking | None = None,
+    ) -> None:
+        self.request, self.effort, self.progress = request, effort, progress
+        self.share = share  # of a device's memory that a layout may take
+        self.cells: dict[tuple[PlacementRow, tuple[int, int, int]], LayoutCell] = before.cells if before else {}
+        self.found: list[PlanCandidate] = [*before.found] if before else []
         self._nearest: tuple[float, ParallelLayout, tuple[RankMemory, ...]] | None = None  # of those that do not fit
         self.weighed = self.computed = 0
         self._failed: dict[ParallelLayout, int] = {}  # least micro-batch that did not fit, by the rest of the layout
@@ -184,18 +216,19 @@ class _Ranking:
         """Search, and return what was found."""
         spaces = [LayoutSpace(self.request, machine) for machine in machines_for(self.request)]
         spaces = [space for space in spaces if space.meshes()] or refuse_batch(self.request, spaces[0])
-        meshes = [_Mesh(space, *mesh) for space in spaces for mesh in space.meshes()]
+        meshes = [MeshLayouts(space, self.share, *mesh) for space in spaces for mesh in space.meshes()]
         for mesh in meshes:
             self._map(mesh)
         # Groups have the number of their mesh, and their own in it; a mesh comes before them.
         waiting: list[_Entry] = [(mesh.least, n, -1, mesh) for n, mesh in enumerate(meshes) if mesh.least < inf]
         heapq.heapify(waiting)
         left: list[_Entry] = []
-        best, least, proven = inf, 0.0, True
+        best = min((candidate.score(self.request.goal) for candidate in self.found), default=inf)
+        least, proven = 0.0, True
         while waiting:
             entry = heapq.heappop(waiting)
             _, number, place, part = entry
-            expected, bound = (part.least, part.least) if isinstance(part, _Mesh) else part.waiting[part.next][:2]
+            expected, bound = (part.least, part.least) if isinstance(part, MeshLayouts) else part.waiting[part.next][:2]
             over = self.computed >= self.effort.computed or self.weighed >= self.effort.weighed
             # No layout of many did better than expected by more than the least ratio, so this one is not going to.
             if over or (self.computed >= self.effort.tried and expected * least >= best):
@@ -204,7 +237,7 @@ class _Ranking:
                 if over:
                     break
                 continue
-            if isinstance(part, _Mesh):
+            if isinstance(part, MeshLayouts):
                 if bound < best:
                     self._open(part, number, waiting)
                 else:
@@ -217,6 +250,8 @@ class _Ranking:
                     ratio = part.compare(score, expected)
                     least = min(least or ratio, ratio)
                     best = min(best, score)
+                    if self.progress is not None:
+                        self.progress(self.computed, self.effort.computed)
             if part.has_better(best):
                 heapq.heappush(waiting, (part.waiting[part.next][0] * part.ratio, number, place, part))
         if self.found:
@@ -229,17 +264,21 @@ class _Ranking:
         )  # fmt: skip
 
     def _listed(self) -> list[PlanCandidate]:
-        """Return the best of what was found, and then what differs from it and from each other in what matters."""
+        """Return the best that is not tight, and then what differs from it and from each other in what matters."""
         goal, kinds = self.request.goal, set()
         listed: list[PlanCandidate] = []
 
         def order(candidate: PlanCandidate) -> tuple[float, ...]:
             return candidate.score(goal), candidate.time.seconds, candidate.machine.devices
 
-        for candidate in sorted(self.found, key=order):
-            if candidate.kind in kinds:
+        candidates = sorted(self.found, key=order)
+        # The best that is not tight is listed, whatever the number of faster tight ones.
+        for candidate in (*[safe for safe in candidates if not safe.tight][:1], *candidates):
+            # Of one kind, a smaller micro-batch may be safe where the best is tight.
+            kind = *candidate.kind, candidate.tight
+            if kind in kinds:
                 continue
-            kinds.add(candidate.kind)
+            kinds.add(kind)
             twin = next((place for place, other in enumerate(listed) if candidate.like(other)), None)
             if twin is not None:
                 listed[twin] = min(listed[twin], candidate, key=lambda like: like.parts)
@@ -247,7 +286,8 @@ class _Ranking:
                 listed.append(candidate)
         # The prediction cannot tell layouts that are so near to each other, and users can tell a simple one.
         listed.sort(key=order)
-        alike = [candidate for candidate in listed if candidate.score(goal) <= listed[0].score(goal) * (1 + ALIKE)]
+        safe = [candidate for candidate in listed if not candidate.tight] or listed
+        alike = [candidate for candidate in safe if candidate.score(goal) <= safe[0].score(goal) * (1 + ALIKE)]
         simplest = min(alike, key=lambda candidate: candidate.parts, default=None)
         return sorted(listed, key=lambda candidate: candidate is not simplest)
 
@@ -257,33 +297,33 @@ class _Ranking:
         tried, most = 0, self.weighed + self.effort.weighed / 5
         while left and tried < FURTHER and self.weighed < most and len(self._listed()) < self.effort.shown:
             _, number, _, part = heapq.heappop(left)
-            if isinstance(part, _Mesh):
+            if isinstance(part, MeshLayouts):
                 self._open(part, number, left)
             elif not part.next:
                 tried += 1
                 places = range(min(6, len(part.waiting)))
                 any(self._compute(part.layout(place), part.space) is not None for place in places)
 
-    def _map(self, mesh: _Mesh) -> None:
+    def _map(self, mesh: MeshLayouts) -> None:
         """Note the bounds of a mesh's placements."""
-        limit = _limit(mesh.space.machine)
+        limit = mesh.limit
         for states, base in mesh.bases:
             cell = self.cells.setdefault((replace(base.row, offloaded=1.0), mesh.sizes), LayoutCell())
             cell.over_bound = min(cell.over_bound, max(0.0, states - limit))
             if states + mesh.sizes_kept[0] <= limit:
                 cell.bound = min(cell.bound, mesh.seconds)
 
-    def _open(self, mesh: _Mesh, number: int, waiting: list[_Entry]) -> None:
+    def _open(self, mesh: MeshLayouts, number: int, waiting: list[_Entry]) -> None:
         """Put a mesh's groups among what waits."""
         space, goal, accepts = mesh.space, self.request.goal, self.request.accepts
-        limit, bound = _limit(space.machine), space.bound
-        groups: dict[tuple[object, ...], _Group] = {}
+        limit, bound = mesh.limit, space.bound
+        groups: dict[tuple[object, ...], LayoutGroup] = {}
         for states, base in mesh.bases:
-            group = groups.setdefault((base.data, base.row), _Group(space, []))
+            group = groups.setdefault((base.data, base.row), LayoutGroup(space, []))
             others: dict[int, tuple[float, float]] = {}  # of links and the host, by the number of micro-batches
             for compute, activations, run in mesh.runs:
                 least = states + activations
-                if least > limit or (accepts and not accepts(_joined(base, run))):
+                if least > limit or (accepts and not accepts(joined(base, run))):
                     continue
                 if goal == "memory":
                     group.waiting.append((least, least, base, run))
@@ -308,13 +348,13 @@ class _Ranking:
         # Runs that differ in the row alone hold the same activations, so one of them tells of all.
         states = space.bound.states(layout)
         alike_run = (self.request.machine is space.machine, *_run_of(layout))
-        if states + self._extra.get(alike_run, 0.0) > _limit(space.machine):
+        if states + self._extra.get(alike_run, 0.0) > self.share * least_memory(space.machine):
             return None
         self.weighed += 1
         memory = self.request.memory_on(space.machine, _steady(layout))
         extra = max(rank.device for rank in memory) - states
         self._extra[alike_run] = min(extra, self._extra.get(alike_run, extra))
-        over = lacking(memory, layout, space.machine)
+        over = lacking(memory, layout, space.machine, self.share)
         worst = max(over.values())
         cell = self.cells[replace(layout.row, offloaded=1.0), (layout.tensor, layout.context, layout.pipeline)]
         cell.note(over=max(0.0, worst))
@@ -333,7 +373,7 @@ class _Ranking:
         self.found.append(PlanCandidate(layout, space.machine, self.request.sequence, memory, step_time))
         return self.found[-1]
 
-    def _near(self, meshes: list[_Mesh]) -> tuple[tuple[ParallelLayout, tuple[RankMemory, ...]], ...]:
+    def _near(self, meshes: list[MeshLayouts]) -> tuple[tuple[ParallelLayout, tuple[RankMemory, ...]], ...]:
         """Return the layouts that lack least, by their memory instead of its bound."""
         request, machine = self.request, meshes[0].space.machine
         least: dict[int, tuple[float, ParallelLayout]] = {}  # by the number of stages
@@ -349,81 +389,7 @@ class _Ranking:
         return tuple(sorted(weighed, key=lambda pair: max(lacking(pair[1], pair[0], machine).values())))
 
 
-class _Mesh:
-    """All layouts of one mesh on one machine: each of its rows, groups and slots with each of its runs."""
-
-    def __init__(self, space: LayoutSpace, tensor: int, context: int, pipeline: int) -> None:
-        self.space, self.sizes = space, (tensor, context, pipeline)
-        bound, request, plain = space.bound, space.request, space.plain(tensor, context, pipeline)
-        # What depends on the run alone is computed once for all rows.
-        self.runs = [(bound.compute(run), bound.activations(run), run) for run in space.runs(plain)]
-        self.bases = [(bound.states(base), base) for base in space.bases(plain)]
-        self.sizes_kept = sorted(activations for _, activations, _ in self.runs)
-        room = [_limit(space.machine) - states for states, _ in self.bases]
-        self.too_large = sum(len(self.runs) - bisect_right(self.sizes_kept, left) for left in room)
-        # Of a step of any of the layouts that may fit.
-        self.seconds = min((compute for compute, activations, _ in self.runs if activations <= max(room)), default=inf)
-        self.price = 1.0
-        if request.goal == "cost":
-            self.price = price_of(space.machine, 1.0, request.batch * request.sequence)
-        self.least = self.seconds * self.price  # score of any of them
-        if request.goal == "memory" and self.seconds < inf:
-            self.least = min(states for states, _ in self.bases) + self.sizes_kept[0]
-
-    def lacking(self, request: PlanRequest) -> Iterator[tuple[float, ParallelLayout]]:
-        """Yield, of each row, the layout that lacks least by the bound, with the bytes."""
-        runs, limit = sorted(self.runs, key=lambda run: run[1]), _limit(self.space.machine)
-        for states, base in self.bases:
-            lacks = (
-                (states + activations - limit, _joined(base, run))
-                for _, activations, run in runs
-                if states + activations > limit
-            )
-            yield from islice((entry for entry in lacks if not request.accepts or request.accepts(entry[1])), 1)
-
-
-@dataclass
-class _Group:
-    """Layouts of one mesh and row, by their bounds."""
-
-    space: LayoutSpace
-    # Expected score, bound of the score, and the layout in two parts: mesh and row, and all else.
-    waiting: list[tuple[float, float, ParallelLayout, ParallelLayout]]
-    next: int = 0
-    ratio: float = 1.0  # of a computed score to what was expected
-
-    def layout(self, place: int) -> ParallelLayout:
-        """Return the layout at a place; it is put together now, since most are never asked for."""
-        return _joined(*self.waiting[place][2:])
-
-    def take(self) -> ParallelLayout:
-        """Return the next layout, which waits no more."""
-        self.next += 1
-        return self.layout(self.next - 1)
-
-    def compare(self, score: float, expected: float) -> float:
-        """Return the ratio of a computed score to what was expected, which counts for those that wait."""
-        self.ratio = score / max(expected, 1e-12)
-        return self.ratio
-
-    def has_better(self, best: float) -> bool:
-        """Pass over those that cannot be better; return whether others wait."""
-        while self.next < len(self.waiting) and self.waiting[self.next][1] >= best:
-            self.next += 1
-        return self.next < len(self.waiting)
-
-
-_Entry = tuple[float, int, int, _Mesh | _Group]  # expected score, numbers of mesh and group, and one of them
-
-
-def _limit(machine: Machine) -> float:
-    """Return the bytes of a device that a layout may take."""
-    return least_memory(machine) * (1 - MEMORY_MARGIN)
-
-
-def _joined(base: ParallelLayout, run: ParallelLayout) -> ParallelLayout:
-    """Return a layout with the groups, the row and the slots of ``base``, and all else of ``run``."""
-    return replace(run, data=base.data, replicate=base.replicate, row=base.row, parameter_slots=base.parameter_slots)
+_Entry = tuple[float, int, int, MeshLayouts | LayoutGroup]  # expected score, numbers of mesh and group, and one of them
 
 
 def _run_of(layout: ParallelLayout) -> tuple[object, ...]:

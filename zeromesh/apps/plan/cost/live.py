@@ -136,6 +136,11 @@ _KINDS: tuple[tuple[WorkKind, tuple[str, ...]], ...] = (
 # Operators that only reserve memory.
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh")
 _aten = torch.ops.aten
+# Kernels of GPUs that skip the masked half of the scores, with the place of ``is_causal`` among their arguments.
+_CAUSAL = {
+    _aten._scaled_dot_product_flash_attention: 4,
+    _aten._scaled_dot_product_flash_attention_backward: 11,
+}
 # Position of both factors among the arguments.
 _FACTORS = {_aten.mm: (0, 1), _aten.addmm: (1, 2), _aten.bmm: (0, 1), _aten.baddbmm: (1, 2)}
 
@@ -330,6 +335,8 @@ class StorageRecorder(OperatorListener):
                     yield KernelWork(facts.kind, divide(flops, share), moved, divided=""), its_phase
             return
         flops = 0 if facts.formula is None else int(facts.formula(*args, **kwargs, out_val=result))
+        if packet in _CAUSAL and args[_CAUSAL[packet] :][:1] == (True,):
+            flops //= 2
         kind, shape, divided = facts.kind, None, ""
         if packet in _FACTORS:
             first, second = (args[position] for position in _FACTORS[packet])

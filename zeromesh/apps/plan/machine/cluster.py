@@ -211,6 +211,9 @@ def _filled(kind: type) -> Callable[[Any], bool]:
 
 POSITIVE = FieldRule("a number above 0", _number(lambda value: value > 0))
 NOT_NEGATIVE = FieldRule("0 or a number above it", _number(lambda value: value >= 0), "take 0 if there is none")
+BYTES = FieldRule(
+    "a number of bytes from 10^6 on", _number(lambda value: value >= 1e6), "a size in GB is to be written as 80e9"
+)
 SHARE = FieldRule("above 0 and at most 1", _number(lambda value: 0 < value <= 1))
 COUNT = FieldRule("a whole number from 1 on", _number(lambda value: isinstance(value, int) and value >= 1))
 TEXT = FieldRule("text", lambda value: isinstance(value, str), "put it in quotes")
@@ -227,6 +230,7 @@ RULES: dict[str, FieldRule] = {  # of fields that are not numbers above 0
     **dict.fromkeys(("cache_bandwidth", "loss_bandwidth", "disk_read", "disk_write", "disk", "price"), NOT_NEGATIVE),
     **dict.fromkeys(("attention_bandwidth", "attention_bandwidth_back"), NOT_NEGATIVE),
     **dict.fromkeys(("name", "source"), TEXT),
+    **dict.fromkeys(("memory", "host_memory"), BYTES),
     **dict.fromkeys(("device", "inside", "host", "between"), OBJECT),
     "processor": FLAG,
     "flops": FieldRule("an object of operations per second by dtype", _filled(Mapping), "such as 1e14 for bf16"),

@@ -36,8 +36,8 @@ LINKS = {name: LinkRow(*row) for name, row in HARDWARE["links"].items()}
 # tutorial on matrix multiplication), on average.
 PRODUCT_FILL = 512.0
 
-# Share of the bandwidth of all memory channels that copies reach; two sockets with STREAM reach 0.75 to 0.85.
-HOST_REACHED = 0.8
+# Share of the bandwidth of all memory channels that updates reach, for one rank and for several that share the host.
+HOST_REACHED: tuple[float, float] = HARDWARE["host_reached"]["one rank"][0], HARDWARE["host_reached"]["several"][0]
 
 # Reads and writes of one drive, 10^9 bytes per second: typical ones for servers, an estimate.
 DRIVES = {"sata": (0.5, 0.5), "nvme3": (3.0, 1.8), "nvme4": (6.5, 3.5)}
@@ -166,6 +166,11 @@ def cluster(
         raise ValueError(f"price is {price!r}, but must be 0 (unknown) or the price of a node per hour")
     if host_memory is not None and not 0 < host_memory < math.inf:
         raise ValueError(f"host_memory is {host_memory!r}, but must be the bytes of a node's memory, above 0")
+    if host_memory is not None and not 1e9 <= host_memory < 1e15:
+        raise ValueError(
+            f"host_memory is {host_memory:.3g} bytes, but a node has at least 10^9 and less than 10^15; give bytes "
+            "here, and GB to --host-memory: 512 for half a terabyte"
+        )
     if not gpu and not node:
         raise ValueError("give a GPU, such as h100, or a node, such as dgx-h100")
     name, row = _node_row(gpu, gpus, node)
@@ -196,7 +201,7 @@ def cluster(
         inner,
         host,
         host_memory=row.memory * GIB * share if host_memory is None else host_memory,
-        host_bandwidth=row.channels * 1e9 * HOST_REACHED * share,
+        host_bandwidth=row.channels * 1e9 * HOST_REACHED[count > 1] * share,
         cores=max(1, round(row.cores * share)),
         disk_read=read * share,
         disk_write=write * share,

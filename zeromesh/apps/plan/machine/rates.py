@@ -33,6 +33,7 @@ class Habits:
     loss: float = 1.0  # bytes that the loss moves, in parts of what torch's cross entropy does
     selective: float = 0.0  # share of the forward that selective recomputation computes again, beside scores
     spread: float = 0.0  # standard deviation of the ranks' speed, as a share of it; all wait for the slowest
+    host_traffic: float = 1.0  # bytes that the host's update moves, in parts of those of this library's kernel
     overhead: float = 0.0  # seconds of each micro-batch's passes that are spent beside kernels
     between: float = 0.0  # seconds of each step that are spent beside kernels
 

@@ -206,9 +206,11 @@ class Durations:
                 local_elements * (widths.gradient + 2 * state + widths.parameter)
             )
             return seconds
-        # The fused kernel on the host reads a gradient as it was sent, and writes a parameter: 28 bytes for Adam.
-        moved = local_elements * (widths.wire + 2 * state + widths.parameter)
-        seconds["host_update"] = moved * sharing / node.host_bandwidth
+        # The norm and then the fused kernel read a gradient as it was sent, or the sum over micro-batches; the kernel
+        # writes a parameter: 30 or 34 bytes for Adam.
+        summed = widths.gradient if layout.accumulation > 1 else widths.wire
+        moved = local_elements * (2 * summed + 2 * state + widths.parameter)
+        seconds["host_update"] = self.habits.host_traffic * moved * sharing / node.host_bandwidth
         seconds["gradient_out"] = self._copy(local_elements * widths.wire)
         if layout.accumulation > 1 and self.reduces_each and not node.device.processor:
             seconds["host_add"] = local_elements * (widths.wire + 2 * widths.gradient) * sharing / node.host_bandwidth

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
 from zeromesh.apps.plan.cost.cost import CostSource, ModelCost, Recompute, UnitCost
+from zeromesh.apps.plan.machine.calibration import calibration_on
 from zeromesh.apps.plan.machine.cluster import Device, Machine
 from zeromesh.apps.plan.machine.rates import Habits
 from zeromesh.apps.plan.predict.durations import Durations
@@ -103,6 +104,7 @@ class TimeBound:
         self._saved: dict[tuple[object, ...], float] = {}
         self._parameters: dict[int, tuple[float, float, float, float]] = {}
         self._device = slowest(machine)
+        self._factor = calibration_on(machine).factor
 
     def _at(self, micro_batch: int, context: int) -> _Kinds:
         """Return the model's units; its cost is asked for once."""
@@ -127,7 +129,7 @@ class TimeBound:
         mean = passes.total / layout.pipeline
         # One of the ranks has at least so many blocks.
         most = ceil(self.blocks / layout.pipeline) * passes.block
-        return layout.accumulation * (max(mean, most) + self.bubble(layout) * mean)
+        return self._factor * layout.accumulation * (max(mean, most) + self.bubble(layout) * mean)
 
     def expected(self, layout: ParallelLayout, compute: float, traffic: float, offload: float) -> float:
         """Return a time near that of a layout, from its bounds: it orders layouts, and leaves none out."""
@@ -153,7 +155,8 @@ class TimeBound:
         # With more than two slots some parameters stay from one micro-batch to the next; with all of them, all.
         again = row.parameter is Placement.SHARDED and layout.parameter_slots <= 2
         gathers = layout.accumulation if again else 1
-        return (reductions * moves.reduce + gathers * moves.gather + moves.replicas) / layout.pipeline
+        seconds = reductions * moves.reduce + gathers * moves.gather + moves.replicas
+        return self._factor * seconds / layout.pipeline
 
     def offload(self, layout: ParallelLayout) -> float:
         """Return seconds of the host's update, or of copies to and from the host and disks."""
@@ -161,7 +164,7 @@ class TimeBound:
         passes = 1 if layout.parameter_slots >= self.blocks / layout.pipeline else layout.accumulation
         files = moves.states_read + moves.states_written
         busy = moves.update, moves.host_update, files, passes * moves.fetch, passes * moves.read
-        return max(busy) / layout.pipeline
+        return self._factor * max(busy) / layout.pipeline
 
     def states(self, layout: ParallelLayout) -> float:
         """Return bytes on the device that states alone take on the average rank, with the context of the device."""
@@ -236,7 +239,7 @@ class TimeBound:
         if row.optimizer_tier is not Tier.DEVICE:
             row, share = replace(row, offloaded=1.0), row.offloaded
         mesh = layout.tensor, layout.context, layout.pipeline, layout.data, layout.replicate
-        key = *mesh, row, layout.widths
+        key = *mesh, row, layout.widths, layout.accumulation > 1
         if key not in self._moves:
             # States do not depend on the size of a micro-batch.
             cost, counts = self._at(1, 1)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
 from zeromesh.apps.plan.cost.cost import CostSource, ModelCost
+from zeromesh.apps.plan.machine.calibration import UNCALIBRATED, Calibration, calibration_on
 from zeromesh.apps.plan.machine.cluster import Machine
 from zeromesh.apps.plan.machine.rates import Habits
 from zeromesh.apps.plan.predict import step_clock as streams
@@ -37,6 +38,12 @@ class StepTime:
     waits: Mapping[str, float]  # seconds by resource that the slowest rank computes with or waits for; their sum
     intervals: tuple[Interval, ...] = ()
     flops: float = 0.0  # model's operations of all ranks
+    calibration: Calibration = UNCALIBRATED  # included in all times
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Seconds between which eight of ten such runs are expected."""
+        return self.seconds * self.calibration.low, self.seconds * self.calibration.high
 
     @property
     def bound(self) -> str:
@@ -62,13 +69,15 @@ def time_of(
         sequence: tokens of a sample.
         layout: sizes of all axes and choices of the run.
         machine: nodes and links; it may have more devices than the layout has ranks.
-        habits: choices that a layout does not say; None: those of this library.
+        habits: choices that a layout does not say; None: those of this library, with times calibrated by measured
+            steps of the machine's GPU.
         intervals: return what each resource does when, for a picture.
 
     Raises:
         ValueError: the layout cannot run: too many ranks, fewer blocks than stages, a batch that the schedule does not
             divide, or a state on a disk that the machine lacks.
     """
+    calibration = UNCALIBRATED if habits is not None else calibration_on(machine, layout.ranks)
     habits = habits or Habits()
     if layout.ranks > machine.devices:
         raise ValueError(
@@ -88,9 +97,11 @@ def time_of(
     if habits.spread > 0.0 and layout.ranks > 1:
         # Expected largest of n normal deviations, about sqrt(2 ln n) standard ones.
         waits["stragglers"] = seconds * habits.spread * math.sqrt(2 * math.log(layout.ranks))
-    waits = {name: value for name, value in waits.items() if value > 0.0} or {"compute": 0.0}
+    factor = calibration.factor
+    waits = {name: factor * value for name, value in waits.items() if value > 0.0} or {"compute": 0.0}
+    timeline = [part._replace(start=factor * part.start, end=factor * part.end) for part in timeline]
     flops = cost.flops * layout.context * layout.accumulation * layout.data * layout.replicate
-    return StepTime(sum(waits.values()), waits, tuple(timeline), flops)
+    return StepTime(sum(waits.values()), waits, tuple(timeline), flops, calibration)
 
 
 _Found = tuple[float, dict[str, float], list[Interval]]
