@@ -232,6 +232,6 @@ def _show(
         this_rank.say_once(str(error))
         return
     if isinstance(error, RuntimeError) and not isinstance(error, PeerLost) and "gloo" in str(error):
-        *_, (frame, _line) = traceback.walk_tb(trace)
-        this_rank.note(error, frame)
+        frames = [frame for frame, _ in traceback.walk_tb(trace)]
+        this_rank.note(error, frames[-1] if frames else None)
     previous(kind, error, trace)
