@@ -282,6 +282,26 @@ def test_a_large_collective_is_given_the_time_of_a_slow_link() -> None:
         watched.end()
 
 
+@pytest.mark.parametrize(
+    ("ranks", "how", "ends"), [((0, 1), "ended", True), ((0, 1), "lost", False), ((1, 2), "ended", False)]
+)
+def test_a_rank_that_waits_for_one_that_has_ended_ends(ranks: tuple[int, ...], how: str, ends: bool) -> None:
+    """As over nccl, whose collectives do not fail then."""
+    watched, other = watchdog.Watchdog(store := Store(), 1, 3, PATIENCE), signs.Board(store, 0)
+    other.tell_over({"rank": 0, "updates": 4, "at": 0.0, "how": how, "said": ""})
+    began = time.monotonic() - PATIENCE / 2
+    with patch.object(time, "monotonic", lambda: began):
+        watched.begin("all_gather over the axis data, tag 16 (parameters of unit 'a')", ranks=ranks)
+    with patch.object(watched, "_end") as end:
+        watched.check()
+    watched.end()
+    assert bool(end.call_args) == ends
+    if ends:
+        (said,) = end.call_args.args
+        assert said.startswith("rank 0 ended after 4 updates; rank 1 waits in update 1 (parameters of unit 'a', at ")
+        assert "Rank 1 has more batches, or goes on alone." in said
+
+
 def test_ranks_in_different_collectives_end_and_say_which() -> None:
     outcomes = spawn_ranks(one_rank_steps_while_the_other_runs_another_forward, 2, timeout=30)
     said = "".join(outcome.output for outcome in outcomes)

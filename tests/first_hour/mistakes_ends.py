@@ -145,6 +145,22 @@ MISTAKES = [
         silent_about=CIRCULAR,
     ),
     Mistake(
+        "unequal numbers of batches to evaluate between updates",
+        LAUNCH,
+        (
+            "error: ranks wait for each other in different calls:",
+            "Without gradients, since the last update: 3 forwards on rank 0; 4 forwards on rank 1.",
+            "Ranks that evaluate must run as many forwards as the others",
+        ),
+        _script(
+            "for number in range(3):\n    step(number)\n    with torch.no_grad():\n"
+            "        for _ in range(3 + rank): engine(data[:4])"
+        ),
+        status=70,
+        silent_about=CIRCULAR,
+        most_lines=16,  # a line for each rank
+    ),
+    Mistake(
         "generate of unequal lengths",
         LAUNCH,
         (

@@ -41,6 +41,8 @@ _EVALUATION = (
     "drop_last=True), and let no rank call the model alone; at ZeRO stages 0 to 2 a forward needs no other rank."
 )
 
+EVALUATES = "a forward without gradients"
+
 # By what a rank waits in; the first row whose word is in it counts.
 REMEDIES: Mapping[str, str] = {
     "generate()": "At ZeRO-3 all ranks take part in each token: pass synced_gpus=True to generate, on all ranks.",
@@ -48,7 +50,7 @@ REMEDIES: Mapping[str, str] = {
     "load": "All ranks take part in loading: call it on every rank, not under `if rank == 0:`.",
     "state_dict()": "All ranks take part: call it on every rank, not under `if rank == 0:`.",
     "eval_batch()": _EVALUATION,
-    "without gradients": _EVALUATION,
+    EVALUATES: _EVALUATION,
 }
 
 
@@ -71,6 +73,7 @@ class Course:
         self.rank = 0
         self._updates = 0
         self._doing: list[str] = []  # calls of the engine, the outermost first
+        self.evaluated = 0  # forwards without gradients since the last update
         self._board: Board | None = None
         self._store: Callable[[], Any] = lambda: None
         self._over = False  # this rank has left its record
@@ -88,12 +91,13 @@ class Course:
 
     def reach(self, updates: int) -> None:
         """Note how many updates have been made."""
-        self._updates = updates
+        self._updates, self.evaluated = updates, 0
 
     @contextmanager
     def within(self, call: str) -> Iterator[None]:
         """Note what the engine does in this context."""
         self._doing.append(call)
+        self.evaluated += call == EVALUATES
         try:
             yield
         finally:
@@ -228,6 +232,6 @@ def _show(
         this_rank.say_once(str(error))
         return
     if isinstance(error, RuntimeError) and not isinstance(error, PeerLost) and "gloo" in str(error):
-        *_, (frame, _line) = traceback.walk_tb(trace)
-        this_rank.note(error, frame)
+        frames = [frame for frame, _ in traceback.walk_tb(trace)]
+        this_rank.note(error, frames[-1] if frames else None)
     previous(kind, error, trace)

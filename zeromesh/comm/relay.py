@@ -12,8 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zeromesh.base.words import counted
 from zeromesh.base.worker import Worker
-from zeromesh.comm.course import UNEQUAL, remedy
+from zeromesh.comm.course import EVALUATES, REMEDIES, UNEQUAL, remedy
 from zeromesh.comm.interface import own_address
 from zeromesh.comm.peers import named
 from zeromesh.comm.signs import FRESH, PLACE, Board, life, read_lines, read_over
@@ -219,6 +220,11 @@ def _all_wait(waits: list[Any], text: str) -> str:
         for state, ranks in waits
     ]
     advice = remedy([state.get("doing", "") for state, _ in waits])
+    evaluated = {state.get("evaluated", 0): named(ranks) for state, ranks in waits}
+    if advice is UNEQUAL and len(evaluated) > 1:  # a forward of one rank has met another one's of training
+        counts = "; ".join(f"{counted(count, 'forward')} on {ranks}" for count, ranks in evaluated.items())
+        lines.append(f"Without gradients, since the last update: {counts}.")
+        advice = REMEDIES[EVALUATES]
     states = [state["what"] for state, _ in waits]
     if advice is UNEQUAL:
         advice = (

@@ -165,7 +165,8 @@ class Watchdog:
             if self._own != (function_name, calls):
                 self._own, self._own_began = (function_name, calls), time.monotonic()
             self._since, what, number = self._own_began, f"{function_name} of the program's own", calls
-        return {"what": what, "number": number, "where": where(frame), "doing": this_rank.position(frame)}
+        place = {"where": where(frame), "doing": this_rank.position(frame), "evaluated": this_rank.evaluated}
+        return {"what": what, "number": number, **place}
 
     def _device_waits(self, number: int) -> float:
         """Return since when the device has not finished what it had to do; 0 if it has, or gets more."""

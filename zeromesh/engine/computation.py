@@ -14,7 +14,7 @@ from zeromesh.base.chain import Chain
 from zeromesh.base.containers import map_tensors, moved
 from zeromesh.base.dtypes import explaining
 from zeromesh.base.precision import Precision
-from zeromesh.comm.course import this_rank
+from zeromesh.comm.course import EVALUATES, this_rank
 from zeromesh.engine import batches
 from zeromesh.engine.curriculum import LengthCurriculum
 from zeromesh.engine.first_batches import FirstBatches
@@ -78,7 +78,7 @@ class Computation:
         return {
             "forward": f"the forward{which}",
             "backward": f"the backward{which}",
-            "evaluation": "a forward without gradients",
+            "evaluation": EVALUATES,
             "step": "the step",
         }[phase]
 
