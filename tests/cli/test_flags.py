@@ -26,7 +26,7 @@ RECORDED = (
     "zeromesh.apps.train.train_run.launch",
     "zeromesh.apps.launch.agent.run",
     "zeromesh.apps.evaluate.evaluate_run.launch",
-    "zeromesh.apps.evaluate.chat.load",
+    "zeromesh.apps.evaluate.chat.Conversation",
     "zeromesh.apps.evaluate.serve_model.os.execv",
     "zeromesh.apps.cli.verify.verify",
     "zeromesh.apps.cli.plan_command.search",
@@ -131,14 +131,14 @@ ROWS = [
     Row("evaluate", "--chat", "{run} --choices {questions}", "--chat", "chat template", recorded=True, full=True),
     Row("evaluate", "--stride", "{run} --data {script}", "--stride 7", "stride=7", recorded=True, full=True),
     Row("evaluate", "--json", "{run}", "--json", r"^\{", full=True),
-    *recorded("chat", "{run}", ("--tag", "--tag global_step1", "tag=global_step1"), full=True),
-    *real(
+    Row("chat", "--tag", "{run}", "--tag global_step9", "global_step9", recorded=True, full=True),
+    *recorded(
         "chat",
         "{run}",
-        ("--tokens", "--tokens 4", shorter),
-        ("--temperature", "--temperature 0", differs),
-        ("--seed", "--seed 9", differs),
-        ("--system", "--system Hello", differs),
+        ("--tokens", "--tokens 4", r", 4, 0\.8, 0, None\)"),
+        ("--temperature", "--temperature 0", r", 512, 0\.0, 0, None\)"),
+        ("--seed", "--seed 9", r", 512, 0\.8, 9, None\)"),
+        ("--system", "--system Hello", r", 512, 0\.8, 0, Hello\)"),
         full=True,
     ),
     *recorded(
@@ -148,7 +148,7 @@ ROWS = [
         ("--tag", "--tag global_step9", "global_step9"),
         full=True,
     ),
-    Row("serve", "--port", "{run}", "--port 1234567", "1234567", full=True),
+    Row("serve", "--port", "{run}", "--port 1234567", "Invalid value for '--port'", full=True),
     *real(
         "convert",
         "{checkpoints} {out}",

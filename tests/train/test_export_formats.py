@@ -87,6 +87,14 @@ def test_an_unsupported_architecture_is_refused_by_name(tmp_path: Path) -> None:
         write_gguf(tmp_path, tmp_path / "model.gguf")
 
 
+def test_attention_in_windows_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    config = {"architectures": ["MistralForCausalLM"], "sliding_window": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="MistralForCausalLM with sliding_window = 4096 is not written"):
+        write_gguf(tmp_path, tmp_path / "model.gguf")
+
+
 def test_rows_of_heads_are_put_beside_each_other() -> None:
     rows = torch.arange(8).view(8, 1)  # two heads of width 4
     assert interleaved(rows, 2).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]

@@ -79,6 +79,11 @@ def _family(config: dict[str, Any]) -> Family:
             f"--gguf: positions of rope_type {rope!r} are not written, only 'default' and 'llama3'; export the model "
             "without --gguf, and use convert_hf_to_gguf.py of llama.cpp on the folder"
         )
+    # The file would open, and answer otherwise.
+    windowed = config.get("use_sliding_window", True) and config.get("sliding_window") is not None
+    if windowed or config.get("hidden_act", "silu") != "silu":
+        what = f"sliding_window = {config['sliding_window']}" if windowed else f"hidden_act = {config['hidden_act']!r}"
+        raise ValueError(f"--gguf: {name} with {what} is not written as GGUF; export it without --gguf")
     return FAMILIES[name]
 
 
