@@ -229,7 +229,10 @@ def refused(result: Result, *parts: str) -> None:
         ({"optimizer": {"params": {"lr": "3e-4"}}}, ("optimizer.params.lr", "must be a number", "quotes")),
         ({"optimizer": {"type": "lamb", "params": {"betas": 1}}}, ("optimizer.params.betas", "2 numbers")),
         ({"optimizer": {"type": "lbfgs"}}, ("LBFGS", "cannot be used")),
-        ({"scheduler": {"type": "WarmupDecayLR"}}, ("total_num_steps", "scheduler.params")),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 0}}},
+            ("scheduler.params.total_num_steps", "0"),
+        ),
         ({"scheduler": {"params": {"warmup_num_steps": -3}}}, ("scheduler.params.warmup_num_steps", "-3")),
         ({"units": ["Blok"]}, ("units", "Blok", "Block")),
     ],

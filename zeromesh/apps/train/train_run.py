@@ -180,7 +180,8 @@ def _train(job: Job, prepared: PreparedData, began: float) -> None:
         rows = engine.train_micro_batch_size_per_gpu()
         if job.settings.dpo is not None:
             if start.step == 0:
-                console.print("computing the reference's log-likelihoods of all answers")
+                pairs = sum(part.documents for part in (*prepared.train, *prepared.validation))
+                console.print(f"computing the reference's log-likelihoods of {counted(pairs, 'pair')}, once")
                 write_reference(engine, job.language, prepared, rows, job.settings.dpo)
             require_reference(prepared)
         if engine.mesh.rank == 0:
