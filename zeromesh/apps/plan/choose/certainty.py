@@ -1,4 +1,4 @@
-"""What is said of how certain a prediction is: intervals of time and speed, and whether memory is safe or tight."""
+"""Texts about the certainty of a prediction: intervals of time and speed, and whether memory is safe or tight."""
 
 from __future__ import annotations
 

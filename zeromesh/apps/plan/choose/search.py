@@ -81,7 +81,7 @@ class PlanCandidate:
 
     @cached_property
     def tight(self) -> bool:
-        """Whether it may run out of memory where an allocator reserves more than it hands out."""
+        """True if it may run out of memory, as an allocator reserves more than it hands out."""
         return bool(self.memory) and is_tight(self.memory, self.machine)
 
     @property

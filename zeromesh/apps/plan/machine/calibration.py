@@ -29,7 +29,7 @@ PATH = Path(__file__).with_name("calibration.json")
 
 
 class Calibration(NamedTuple):
-    """What measured steps say about predictions for a device."""
+    """The factor and the interval of predicted times, from measured steps."""
 
     factor: float = 1.0  # of the seconds that the rates of the machine give
     low: float = 1 - FEW_ERROR  # ends of the interval, in parts of the calibrated seconds
@@ -86,15 +86,15 @@ def _calibrated(short: str, kind: str) -> Calibration:
     for near in NEAREST[kind]:
         if rows := family.get(near):
             ratios = [ratio for of_gpu in rows.values() for ratio in of_gpu]
-            own = any(short in of_kind for of_kind in family.values())
-            return calibration_of(ratios, tuple(rows), is_bound=not own)
+            is_measured = any(short in of_kind for of_kind in family.values())
+            return calibration_of(ratios, tuple(rows), is_bound=not is_measured)
     return Calibration(is_bound=True)
 
 
 def calibration_on(machine: Machine, ranks: int | None = None) -> Calibration:
     """Return the calibration of a run on a machine: that of the kind of device that slows most."""
     kind = kind_of(machine, machine.devices if ranks is None else ranks)
-    return max((calibrated(node.device, kind) for node, _ in machine.nodes), key=lambda found: found.factor)
+    return max((calibrated(node.device, kind) for node, _ in machine.nodes), key=lambda calibration: calibration.factor)
 
 
 def reserved_margin() -> float:

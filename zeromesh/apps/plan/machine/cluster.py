@@ -212,7 +212,9 @@ def _filled(kind: type) -> Callable[[Any], bool]:
 POSITIVE = FieldRule("a number above 0", _number(lambda value: value > 0))
 NOT_NEGATIVE = FieldRule("0 or a number above it", _number(lambda value: value >= 0), "take 0 if there is none")
 BYTES = FieldRule(
-    "a number of bytes from 10^6 on", _number(lambda value: value >= 1e6), "a size in GB is to be written as 80e9"
+    "a number above 0: bytes, from 10^6 on",
+    _number(lambda value: value >= 1e6),
+    "write the one that was measured, or of a data sheet, in bytes: 80e9 for 80 GB",
 )
 SHARE = FieldRule("above 0 and at most 1", _number(lambda value: 0 < value <= 1))
 COUNT = FieldRule("a whole number from 1 on", _number(lambda value: isinstance(value, int) and value >= 1))
