@@ -55,15 +55,15 @@ def differences(document: Mapping[str, Any]) -> Iterator[Difference]:
 
     A configuration with a key that only ZeroMesh has was written for it, and means its defaults.
     """
-    whole = dict(document)
-    if any(look_up(whole, path)[0] for path in OURS):
+    values = dict(document)
+    if any(look_up(values, path)[0] for path in OURS):
         return
-    kind = str(look_up(whole, "optimizer.type")[1]).lower()
+    kind = str(look_up(values, "optimizer.type")[1]).lower()
     # With it, DeepSpeed takes torch's class and its defaults.
-    torchs = look_up(whole, "optimizer.params.torch_adam")[1] is True
+    torchs = look_up(values, "optimizer.params.torch_adam")[1] is True
     for row in DIFFERENCES:
         about = not row.optimizers or (kind in row.optimizers and not torchs)
-        said = any(look_up(whole, path)[0] for path in (row.path, row.unless) if path)
+        said = any(look_up(values, path)[0] for path in (row.path, row.unless) if path)
         if row.changes and about and not said:
             yield row
 

@@ -24,7 +24,6 @@ from zeromesh.apps.train.data.tokenizer import load_tokenizer
 from zeromesh.apps.train.train_settings import GROUP, HuggingFace, Lora, ModelShape, Quantization, TrainSettings
 from zeromesh.base.files import read_text
 from zeromesh.base.lengths import positions
-from zeromesh.base.substitution import is_linear
 from zeromesh.base.words import nearest, some
 from zeromesh.checkpoint.weights.pretrained import build, configuration, is_model_id, model_folder, saved_quantization
 from zeromesh.checkpoint.weights.quantize_weights import require_library
@@ -342,22 +341,28 @@ def _require_modules(model: nn.Module, lora: Lora) -> None:
     kind = type(model).__name__
     for name in lora.target_modules or ():
         ends = [module for path, module in modules if path == name or path.endswith(f".{name}")]
-        if name != "all-linear" and not any(isinstance(module, _TARGETS) or is_linear(module) for module in ends):
+        if name != "all-linear" and not any(isinstance(module, _TARGETS) or _is_linear(module) for module in ends):
             what = f"has no linear layer named {name!r}" if ends else f"has no module whose name ends in {name!r}"
-            linear = {path.rpartition(".")[2] for path, module in modules if is_linear(module)}
+            linear = {path.rpartition(".")[2] for path, module in modules if _is_linear(module)}
             raise ValueError(
                 f"lora.target_modules: {kind} {what}{_offer(name, linear - {''})}, or all-linear for all but the output"
             )
     for name in lora.modules_to_save or ():
         if not any(path.endswith(name) for path, _ in modules):
-            own = {path.rpartition(".")[2] for path, module in modules if [*module.parameters(recurse=False)]}
+            with_parameters = {
+                path.rpartition(".")[2] for path, module in modules if [*module.parameters(recurse=False)]
+            }
             raise ValueError(
-                f"lora.modules_to_save: {kind} has no module whose name ends in {name!r}{_offer(name, own)}"
+                f"lora.modules_to_save: {kind} has no module whose name ends in {name!r}{_offer(name, with_parameters)}"
             )
 
 
 # Beside linear layers, those for which PEFT has adapters.
 _TARGETS = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # of GPT-2
 
 
 def _offer(name: str, candidates: Iterable[str]) -> str:

@@ -13,6 +13,7 @@ from zeromesh.base.words import counted, some
 HEAD = 512  # bytes by which a file is known; a tar archive names itself at byte 257
 TAR = (257, b"ustar")
 PARQUET = b"PAR1"
+ZIP = (b"PK\x03\x04", b"PK\x05\x06")
 GZIP = b"\x1f\x8b"
 
 READ = (
@@ -57,7 +58,7 @@ KINDS: tuple[FileKind, ...] = (
     FileKind("an RTF document", (".rtf",), CONVERT, (b"{\\rtf",)),
     FileKind("a NumPy archive", (".npz",), RECORDS, member=".npy"),
     FileKind("a PyTorch file", (".pt", ".pth", ".ckpt"), WEIGHTS, member=".pkl"),
-    FileKind("a ZIP archive", (".zip",), UNPACK, (b"PK\x03\x04", b"PK\x05\x06")),
+    FileKind("a ZIP archive", (".zip",), UNPACK, ZIP),
     FileKind("a tar archive", (".tar", ".tar.gz", ".tgz"), UNPACK),
     FileKind(
         "a gzip file", (".gz",), "gunzip it; only JSON lines are read compressed (.jsonl.gz, .ndjson.gz)", (GZIP,)
@@ -129,7 +130,7 @@ def is_plain(head: bytes) -> bool:
 def kind_of_file(path: Path) -> FileKind | None:
     """Return what a file is, if it is no text, table or records that can be read; None for all else."""
     head = head_of(path)
-    if head.startswith(b"PK\x03\x04"):
+    if head.startswith(ZIP):
         return _kind_of_archive(path)
     plain = is_plain(head)
     markup = head.removeprefix(codecs.BOM_UTF8).lstrip().lower()
@@ -160,7 +161,9 @@ def _kind_of_archive(path: Path) -> FileKind:
     except (OSError, zipfile.BadZipFile):
         names = []
     fits = (kind for kind in KINDS if kind.member and any(kind.member in name for name in names))
-    return next(fits, next(kind for kind in KINDS if kind.name == "a ZIP archive"))
+    named = _kind_by_name(path)
+    rest = named if named is not None and named.member else next(kind for kind in KINDS if kind.begins == ZIP)
+    return next(fits, rest)
 
 
 def refusal(path: Path, kind: FileKind) -> str:
