@@ -41,7 +41,7 @@ def script_mistake(name: str, says: tuple[str, ...], make: str, arguments: str =
     """Return a script with an optimizer that the engine does not have."""
     files = {
         "train.py": SCRIPT.format(make=make, arguments=arguments, step=step),
-        "ds.json": json.dumps({"train_batch_size": 4}),
+        "ds.json": json.dumps({"train_batch_size": 4, "zero_optimization": {"stage": 3}}),
     }
     return Mistake(name, "python train.py", says, files, status=1, silent_about=("AssertionError",), most_lines=40)
 
