@@ -190,6 +190,7 @@ def test_a_file_is_written_anew_with_every_change_explained_and_no_second_time(t
         "optimizer": {"type": "adam", "params": {"lr": "auto"}},
         "tensorboard": {"output_path": "http://host/#a /*b*/ ,}"},
         "zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": 3},
+        "gradient_clipping": 1.0,
     }
     said = [line.partition(": was ")[0] for line in first.stderr.splitlines() if ": was " in line]
     assert said == [

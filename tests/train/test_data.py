@@ -256,7 +256,7 @@ def test_a_vocabulary_whose_size_nobody_set_is_as_large_as_the_text_allows(folde
 
 def test_sources_without_readable_text_are_refused_with_the_names_of_the_files(tmp_path: Path) -> None:
     for number in range(7):
-        (tmp_path / f"{number}.txt").write_bytes(b"\xff\xfe" if number else b"")
+        (tmp_path / f"{number}.txt").write_bytes(b"caf\xe9" if number else b"")
     with pytest.raises(ValueError, match=r"no readable text in data\.train.*0\.txt.*and 2 more are empty or not UTF-8"):
         prepare(TextData(train=(str(tmp_path),)), tmp_path / "run" / "text")
     (tmp_path / "7.txt").write_text("text\n" * 100)

@@ -237,7 +237,7 @@ def test_our_own_records_are_records_again(tmp_path: Path) -> None:
 
 def test_damaged_data_sets_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     published(tmp_path / "theirs", [[[1, 2]], [[3]]])
-    (tmp_path / "theirs.bin").write_bytes(b"12345")
+    (tmp_path / "theirs.bin").write_bytes(b"\1\2\3\4\5")
     with pytest.raises(ValueError, match=r"theirs\.bin' has 5 bytes"):
         prepare(TextData(train=(str(tmp_path / "theirs"),)), tmp_path / "run" / "text")
     (tmp_path / "theirs.idx").unlink()

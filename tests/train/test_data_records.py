@@ -386,9 +386,9 @@ GOOD = {"messages": CHAT[1:3]}
         ([GOOD, "", "{not json}"], r"a\.jsonl, line 3: is not JSON \(Expecting property name.*each line is one object"),
         ([GOOD, '{"messages": [1,, 2]}'], r"line 2: is not JSON \(Expecting value, column 17\); each line is one obj"),
         ([GOOD, '{"text": 1' + "1" * 5000 + "}"], r"line 2: is not JSON \(Exceeds the limit"),
-        ([GOOD, "[" * 200_000], r"line 2: is not JSON \(.*recursion.*jq -c '\.\[\]' FILE"),
-        (["[", GOOD, "]"], r"line 1: is not JSON \(Expecting value, column 2\).*, and `jq -c '\.\[\]' FILE` writes"),
-        ([GOOD, "[1, 2]"], r"a\.jsonl, line 2: is \[1, 2\], and must be an object with keys: .* and `jq -c"),
+        ([GOOD, "[" * 200_000], r"line 2: is not JSON \(.*recursion.*one array end in \.json"),
+        (["[", GOOD, "]"], r"line 1: is not JSON \(Expecting value, column 2\).*one array end in \.json"),
+        ([GOOD, "[1, 2]"], r"a\.jsonl, line 2: is \[1, 2\], and must be an object with keys: .*one array end in"),
         ([GOOD, {"text": "x"}], r"line 2: has the keys \['text'\] and lacks 'messages'; all records of a source"),
         ([{"some": 1}], r"line 1: has the keys \['some'\], and must have 'messages' or 'prompt' and 'response' or 't"),
         ([GOOD, {"messages": []}], r"line 2: messages = \[\] must be a list of at least one message"),
@@ -428,26 +428,40 @@ def test_a_wrong_record_is_refused_with_its_place(tmp_path, records, message, pa
     assert not (tmp_path / "text.part").exists()
 
 
-def test_json_is_told_apart_by_its_ending_and_records_in_a_text_are_refused(tmp_path: Path) -> None:
+def test_json_lines_and_json_are_told_apart_by_the_name(tmp_path: Path) -> None:
     records = [{"text": f"number {n}"} for n in range(3)]
     for name in ("a.jsonl", "a.ndjson", "A.JSONL"):
         assert prepare(data(lines(tmp_path / name, records)), tmp_path / "run" / "text").train[0].documents == 3
     (tmp_path / "a.ndjson.gz").write_bytes(gzip.compress((tmp_path / "a.ndjson").read_bytes()))
     assert prepare(data(tmp_path / "a.ndjson.gz"), tmp_path / "run" / "text").train[0].documents == 3
     path = tmp_path / "b.json"
+    for text, count in (
+        (json.dumps(records), 3),
+        (json.dumps(records, indent=1), 3),
+        ("\n".join(map(json.dumps, records)), 3),
+        (json.dumps(records[0], indent=1), 1),
+        ("\ufeff" + json.dumps(records), 3),
+    ):
+        path.write_text(text)
+        assert prepare(data(path), tmp_path / "run" / "text").train[0].documents == count
+    (tmp_path / "c.jsonl").write_text("\ufeff" + "\n".join(map(json.dumps, records)))
+    assert prepare(data(tmp_path / "c.jsonl"), tmp_path / "run" / "text").train[0].documents == 3
     for text, words in (
-        (json.dumps(records), r"b\.json has an array of records.*: jq -c '\.\[\]' \S*b\.json > \S*b\.jsonl; to learn"),
-        (json.dumps(records, indent=1), r"has an array of records"),
-        ("\n".join(map(json.dumps, records)), r"b\.json has records.*; let its name end in \.jsonl; to learn it as it"),
-        (json.dumps(records[0], indent=1), r"has records.*: jq -c '\.' "),
-        ("\ufeff" + json.dumps(records), r"has an array of records"),
+        ('{"name": "a package"}', r"record 1: has the keys \['name'\].*--set data\.format=raw"),
+        ("[1, 2]", "record 1: is 1, and must be an object"),
+        ('{"text": ', r"b\.json, line 1: is not JSON"),
+        ("no JSON", r"b\.json, line 1: is not JSON"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=words):
             prepare(data(path), tmp_path / "run" / "text")
-    for text in ('{"name": "a package"}', "[1, 2]", "[]", '{"text": ', "no JSON"):
-        path.write_text(text)
-        assert prepare(data(path), tmp_path / "run" / "text").train[0].bytes == len(text)
+        raw = prepare(data(path, format="raw"), tmp_path / "run" / "text")
+        assert raw.train[0].bytes == len(text)
+    # In a folder of sources it is text as all other files.
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources" / "a.py").write_text("print()")
+    (tmp_path / "sources" / "package.json").write_text('{"name": "a package"}')
+    assert prepare(data(tmp_path / "sources"), tmp_path / "run" / "text").train[0].documents == 2
 
 
 def test_lines_are_counted_from_the_beginning_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -316,9 +316,12 @@ SHAPE = {"hidden_size": 8, "layers": 1, "heads": 1, "sequence_length": 8}
         ({"huggingface": {"path": "nowhere"}, "lora": {"r": 2}}, "huggingface.path = 'nowhere': '"),
         ({"huggingface": {"attention": "none"}}, "with huggingface.attention = 'none': Specified"),
         ({"huggingface": {"attention": "flash_attention_2"}}, "huggingface.attention = 'flash_attention_2': "),
-        ({"lora": {"target_modules": "norm"}}, "lora.target_modules: Target module LlamaRMSNorm"),
+        ({"lora": {"target_modules": "norm"}}, "lora.target_modules: LlamaForCausalLM has no linear layer named "
+         "'norm'; it has o_proj, down_proj, "),
+        ({"lora": {"target_modules": "mlp"}}, "has no linear layer named 'mlp'; it has "),
+        ({"lora": {"target_modules": "c_attn"}}, "has no module whose name ends in 'c_attn'; it has "),
         ({"lora": {"target_modules": "q_prj"}}, "lora.target_modules: LlamaForCausalLM has no module "
-         "whose name ends in 'q_prj'; did you mean 'q_proj'?"),
+         "whose name ends in 'q_prj'; did you mean 'q_proj'? It has q_proj, "),
         ({"lora": {"target_modules": "q_proj", "modules_to_save": "nope"}}, "lora.modules_to_save: LlamaForCausalL"),
         ({"lora": {"target_modules": "q_proj"}, "huggingface": None, "model": SHAPE}, "lora needs a model of transfor"),
         ({"model": SHAPE}, "keep one of them"),

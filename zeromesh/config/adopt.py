@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from zeromesh.base.words import show
 from zeromesh.config.catalogue import Entry, suggest
+from zeromesh.config.deepspeed_defaults import DIFFERENCES, differences
 from zeromesh.config.document import SCHEMA, is_unset, read_object, whole_document
 from zeromesh.config.optimizer_names import EXACT_OPTIMIZERS
 from zeromesh.config.settings import Settings, entries
@@ -47,8 +48,12 @@ class Change(NamedTuple):
     was: Any
     now: str | None
     why: str
+    absent: bool = False  # the document does not have the key
 
     def __str__(self) -> str:
+        if self.absent:
+            state = "is not in the file" if self.was is None else f"is {show(self.was)}"
+            return f"{self.path} {state}; DeepSpeed's default {self.now} is used ({self.why})"
         return f"{self.path}: was {show(self.was)}, is {self.now or 'left out'}: {self.why}"
 
 
@@ -82,7 +87,25 @@ def fixed(
         if look_up(original, old)[0]
     ]
     document, changes = adopt(source, settings)
-    return document, names + changes
+    return document, names + changes + fill_defaults(document)
+
+
+def fill_defaults(document: dict[str, Any], autos: bool = False) -> list[Change]:
+    """Write DeepSpeed's defaults into a document for keys that it leaves out where ours would give another result.
+
+    Args:
+        document: changed in place.
+        autos: also in place of "auto", which nothing will fill in.
+    """
+    unset = {row.path for row in DIFFERENCES if is_unset(look_up(document, row.path)[1])} if autos else set()
+    for path in unset:
+        _drop(document, path, "")
+    changes = []
+    for row in [*differences(document)]:
+        _set(document, row.path, row.theirs)
+        was = UNSET if row.path in unset else None
+        changes.append(Change(row.path, was, show(row.theirs), row.note, absent=True))
+    return changes
 
 
 def share_layers(document: dict[str, Any], ranks: int) -> None:
@@ -93,9 +116,12 @@ def share_layers(document: dict[str, Any], ranks: int) -> None:
 
 
 def warn_of(changes: Sequence[Change]) -> None:
-    """Warn of all changes in one message."""
-    if changes:
-        lines = "".join(f"\n  {change}" for change in changes)
+    """Warn of all changes: each default that is filled in, and in one message of what is read otherwise."""
+    for change in changes:
+        if change.absent:
+            _log.warning("%s", change)
+    lines = "".join(f"\n  {change}" for change in changes if not change.absent)
+    if lines:
         _log.warning("these keys of the configuration are read otherwise than they stand:%s", lines)
 
 

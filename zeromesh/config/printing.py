@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.base.words import show
+from zeromesh.config.deepspeed_defaults import differences
 from zeromesh.config.document import is_unset, whole_document
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.planned_keys import planned_keys
@@ -138,6 +139,17 @@ def tell_unset(
     listed = ", ".join(f"{path} = {_value(path, values, used)}" for path in autos(source, overrides))
     if listed:
         _log.warning('"auto" keys have their default, or follow from other keys: %s', listed)
+
+
+def tell_defaults(source: str | Path | Mapping[str, Any] | Section) -> None:
+    """Log what a configuration leaves out that would mean something else in DeepSpeed, each in one line.
+
+    Settings, and configurations with keys of ZeroMesh's own, say nothing about DeepSpeed.
+    """
+    if isinstance(source, str | Path | Mapping):
+        for row in differences(whole_document(source)):
+            theirs = f"DeepSpeed 0.19 would use {show(row.theirs)}"
+            _log.info("%s is not in the file; ZeroMesh %s (%s)", row.path, row.ours, theirs)
 
 
 def _value(path: str, values: Mapping[str, Any], used: Mapping[str, Any]) -> str:

@@ -8,21 +8,9 @@ from typing import Any
 
 from zeromesh.apps.train.train_settings import TrainSettings
 from zeromesh.comm.detect import Environment
-from zeromesh.config.adopt import Change, adopt
-from zeromesh.config.document import is_unset, read_object
+from zeromesh.config.adopt import adopt, fill_defaults
+from zeromesh.config.document import read_object
 from zeromesh.config.engine_answers import ANSWERS, Asked, answer
-
-_CLIPS_AT = 1.0
-
-
-def clip_by_default(document: dict[str, Any]) -> list[Change]:
-    """Let a configuration that does not say otherwise clip gradients as DeepSpeed does; return the change."""
-    norm = document.get("gradient_clipping")
-    if "gradient_clipping" in document and not is_unset(norm):
-        return []
-    document["gradient_clipping"] = _CLIPS_AT
-    why = "DeepSpeed clips at this norm unless the key says otherwise; 0 does not clip"
-    return [Change("gradient_clipping", norm, f"{_CLIPS_AT}", why)]
 
 
 class DeepSpeedConfig:
@@ -45,7 +33,7 @@ class DeepSpeedConfig:
             self.world_size = mpu.get_data_parallel_world_size()
         self._param_dict = dict(config) if isinstance(config, Mapping) else read_object(Path(config))
         document, _ = adopt(self._param_dict, TrainSettings)
-        clip_by_default(document)
+        fill_defaults(document, autos=True)
         try:
             settings = TrainSettings.load(document, tells=False)
             if not settings.says_batch:

@@ -21,12 +21,11 @@ from zeromesh.apps.train.train_settings import TrainSettings
 from zeromesh.base.signatures import refuse
 from zeromesh.checkpoint.whole import parameter_copies
 from zeromesh.comm.environment import Environment
-from zeromesh.config.adopt import adopt, share_layers, warn_of
+from zeromesh.config.adopt import adopt, fill_defaults, share_layers, warn_of
 from zeromesh.config.document import read_object
 from zeromesh.config.engine_answers import Asked, answer
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
-from zeromesh.deepspeed.configuration import clip_by_default
 from zeromesh.deepspeed.deepspeed_engine import DeepSpeedEngine
 from zeromesh.deepspeed.lr_schedules import configured
 from zeromesh.deepspeed.pipeline import PipelineEngine
@@ -202,7 +201,7 @@ def _configuration(config: Any, config_params: Any, args: Any) -> tuple[dict[str
     if not isinstance(source, str | Path | Mapping):
         raise DeepSpeedConfigError([f"it is a {type(source).__name__}; pass a path or a dict"], "the configuration")
     document, changes = adopt(source, TrainSettings)
-    changes += clip_by_default(document)
+    changes += fill_defaults(document, autos=True)
     if Environment.detect().rank == 0:
         warn_of(changes)
     return dict(source) if isinstance(source, Mapping) else read_object(Path(source)), document

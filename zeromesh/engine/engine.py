@@ -253,7 +253,10 @@ class Engine:
                 "optimizer.step() there is nothing to do"
             )
         if self.optimizer is None:
-            raise RuntimeError("step() needs an optimizer: name one in the configuration, or pass optimizer=")
+            raise RuntimeError(
+                "step() needs an optimizer, and initialize was given none: name one in the configuration, or pass "
+                "yours, as in initialize(model=model, optimizer=optimizer, config=...)"
+            )
         self.micro_steps += self._accumulation.count()
         if self._accumulation.complete:
             self._step(None if self.lr_scheduler is None else partial(self.lr_scheduler.step, **(lr_kwargs or {})))

@@ -18,6 +18,7 @@ from zeromesh.apps.train.run_folder import RunFolder
 from zeromesh.apps.train.train_settings import TrainSettings
 from zeromesh.base.files import read_text
 from zeromesh.base.lengths import positions
+from zeromesh.base.requirements import pip_install
 from zeromesh.checkpoint.checkpoint_folder import is_readable, locate
 from zeromesh.checkpoint.weights.export import ADAPTERS
 from zeromesh.checkpoint.weights.pretrained import configuration, is_model_id, model_folder
@@ -57,7 +58,7 @@ def adapted_model(folder: Path, dtype: torch.dtype | str) -> nn.Module:
     try:
         from peft import AutoPeftModelForCausalLM
     except ImportError as error:
-        raise ValueError(f"the adapters in {str(folder)!r} need PEFT ({error}); pip install 'zeromesh[hf]'") from None
+        raise ValueError(f"the adapters in {str(folder)!r} need PEFT ({error}): {pip_install('peft')}") from None
     model: nn.Module = AutoPeftModelForCausalLM.from_pretrained(
         str(folder), dtype=dtype, local_files_only=True, trust_remote_code=False
     )

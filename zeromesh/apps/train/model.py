@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from zeromesh.apps.train.train_settings import GROUP, HuggingFace, Lora, ModelSh
 from zeromesh.base.files import read_text
 from zeromesh.base.lengths import positions
 from zeromesh.base.requirements import pip_install
-from zeromesh.base.words import nearest
+from zeromesh.base.words import nearest, some
 from zeromesh.checkpoint.weights.pretrained import build, configuration, is_model_id, model_folder, saved_quantization
 from zeromesh.checkpoint.weights.quantize_weights import require_library
 
@@ -335,15 +336,41 @@ def _with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
 
 
 def _require_modules(model: nn.Module, lora: Lora) -> None:
-    """Refuse names without a module."""
+    """Refuse names that no module has, or only modules that cannot have adapters."""
     # PEFT ignores such a name if another one has a module, and less would be trained than was asked for.
-    paths = [path for path, _ in model.named_modules()]
-    ends = sorted({path.rpartition(".")[2] for path in paths})
-    for key, dot in (("target_modules", "."), ("modules_to_save", "")):
-        for name in getattr(lora, key) or ():
-            if name != "all-linear" and not any(path == name or path.endswith(dot + name) for path in paths):
-                similar = nearest(name, ends)
-                raise ValueError(
-                    f"lora.{key}: {type(model).__name__} has no module whose name ends in {name!r}"
-                    + (f"; did you mean {similar!r}?" if similar else f"; it has {', '.join(ends)}")
-                )
+    modules = [(path, module) for path, module in model.named_modules() if path]
+    kind = type(model).__name__
+    for name in lora.target_modules or ():
+        ends = [module for path, module in modules if path == name or path.endswith(f".{name}")]
+        if name != "all-linear" and not any(isinstance(module, _TARGETS) or _is_linear(module) for module in ends):
+            what = f"has no linear layer named {name!r}" if ends else f"has no module whose name ends in {name!r}"
+            linear = {path.rpartition(".")[2] for path, module in modules if _is_linear(module)}
+            raise ValueError(
+                f"lora.target_modules: {kind} {what}{_offer(name, linear - {''})}, or all-linear for all but the output"
+            )
+    for name in lora.modules_to_save or ():
+        if not any(path.endswith(name) for path, _ in modules):
+            with_parameters = {
+                path.rpartition(".")[2] for path, module in modules if [*module.parameters(recurse=False)]
+            }
+            raise ValueError(
+                f"lora.modules_to_save: {kind} has no module whose name ends in {name!r}{_offer(name, with_parameters)}"
+            )
+
+
+# Beside linear layers, those for which PEFT has adapters.
+_TARGETS = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # of GPT-2
+
+
+def _offer(name: str, candidates: Iterable[str]) -> str:
+    """Return a clause that offers names of layers, those first that are written like ``name``."""
+    # Numbers are places in a list, which stand for another layer in each list.
+    names = sorted(candidate for candidate in candidates if not candidate.isdecimal())
+    names.sort(key=lambda other: -SequenceMatcher(None, name.lower(), other.lower()).ratio())
+    similar = nearest(name, names)
+    has = f"t has {some(names, most=12)}"
+    return f"; did you mean {similar!r}? I{has}" if similar else f"; i{has}" if names else ""

@@ -159,21 +159,30 @@ class TextData(Section):
 
     train: Sources = key(
         ...,
-        "Sources: files, folders or glob patterns of text, JSON lines, Parquet, and data sets of Hugging Face or "
-        'Megatron; names on the Hub, such as "org/name:config:split"; python-stdlib, the source of Python\'s standard '
-        'library. For a blend, a list of {"source": ..., "weight": ...}.',
+        "Sources: files, folders or glob patterns of text, JSON, JSON lines, CSV, TSV, Parquet, and data sets of "
+        'Hugging Face or Megatron; names on the Hub, such as "org/name:config:split"; python-stdlib, the source of '
+        'Python\'s standard library. For a blend, a list of {"source": ..., "weight": ...}.',
     )
     validation: Names | None = key(None, "Sources of held-out data. Null: a part of data.train is held out.")
     validation_fraction: CountFloat = key(0.02, "Share of the training data to hold out if validation is null.", lt=1)
     revision: str = key("main", "Branch, tag or commit of data sets on the Hub.", min_length=1)
     suffixes: Names = key((), "File extensions to use in folders, such as .txt. Empty: all files.")
-    format: Literal["text", "response", "chat", "preference"] | None = key(
-        None, "Kind of records. Null: found from the first record."
+    format: Literal["text", "response", "chat", "preference", "raw"] | None = key(
+        None, "Kind of records. Null: found from the first record. raw: files are plain text, whatever they hold."
     )
+    columns: Names = key((), "Names of the columns of CSV and TSV files without a header. Empty: the first row.")
     text_key: str = key("text", "Key of a record's text.")
-    prompt_key: str = key("prompt", "Key of a record's prompt.")
-    response_key: str | None = key(None, 'Key of a record\'s response to the prompt. Null: "response" or "completion".')
-    messages_key: str = key("messages", "Key of a record's list of messages, each with role and content.")
+    prompt_key: str = key("prompt", 'Key of a record\'s prompt. prompt: also "instruction", "question" or "input".')
+    response_key: str | None = key(
+        None,
+        'Key of a record\'s response to the prompt. Null: "response" or "completion"; "output" or "response" of an '
+        'instruction, "answer" of a question, "output" of an input.',
+    )
+    messages_key: str = key(
+        "messages",
+        "Key of a record's list of messages, each with role and content, or from and value. messages: also "
+        '"conversations".',
+    )
     too_long: Literal["error", "truncate", "drop"] = key("error", "Treatment of records that are longer than a sample.")
     packing: Literal["pack", "pad"] = key(
         "pack", "pack: fill each sample with whole records. pad: one record per sample, with padding."

@@ -26,7 +26,7 @@ from zeromesh.comm.agreement import agree, agree_run, catch, describe, world_gro
 from zeromesh.comm.detect import is_launched, may_restart
 from zeromesh.comm.environment import Environment, device_of_group
 from zeromesh.comm.mesh import Mesh
-from zeromesh.config.printing import jsonable, lines_of, refuse_unfilled, tell_unset
+from zeromesh.config.printing import jsonable, lines_of, refuse_unfilled, tell_defaults, tell_unset
 from zeromesh.config.written import row_name
 from zeromesh.engine import owners
 from zeromesh.engine.engine import Engine
@@ -269,6 +269,8 @@ def make_engine(
         used["lr"] = used.get("initial_lr", used.get("lr"))  # a schedule has moved it already
         values = {f"optimizer.params.{k}": v for k, v in used.items() if k != "params"}
         tell_unset(plan.arguments.config, settings, values)
+        if optimizer is not None:
+            tell_defaults(plan.arguments.config)
     try:
         engine = kind(EngineState(placing, predict))
     except BaseException as error:

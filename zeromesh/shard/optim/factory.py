@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from zeromesh.base.kernels.update_rules import rule_of, update_class
 from zeromesh.base.optimizer_table import UNKNOWN, Scope, row_named, row_of
 from zeromesh.base.piece import Piece, PieceExchange
-from zeromesh.base.words import public_classes
+from zeromesh.base.words import public_classes, some
 from zeromesh.shard.optim.arguments import checked, unknown_parameter, without_auto
 
 _log = logging.getLogger(__name__)
@@ -220,8 +220,9 @@ def check_users(
     ]
     if foreign:
         raise ValueError(
-            f"the optimizer holds parameters that are not the model's: {'; '.join(foreign)}; build it over the "
-            "parameters of the model that you pass, after every change that replaces parameters"
+            f"the optimizer holds parameters that are not the model's: {some(foreign, separator='; ', most=3)}; build "
+            "it over the parameters of the model that you pass, after every change that replaces parameters (a copy, "
+            "adapters, new layers), or pass a function, as optimizer=lambda parameters: torch.optim.AdamW(parameters)"
         )
 
 

@@ -8,17 +8,19 @@ import re
 from pathlib import Path
 from typing import Any
 
+from zeromesh.apps.train.data import file_kinds
 from zeromesh.base.requirements import pip_install
 from zeromesh.checkpoint.weights.pretrained import MAIN, reason_of
 
 # A configuration and a split may follow, as in "org/name:config:split".
 DATASET_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+){0,2}")
-FILE_ENDS = (".txt", ".md", ".py", ".json", ".jsonl", ".ndjson", ".gz", ".parquet", ".bin", ".idx")
+# A name that ends so is one of a file that is not there.
+FILE_ENDS = (*file_kinds.ENDINGS, *file_kinds.READ_ENDINGS)
 
 
 def is_dataset_id(name: str) -> bool:
     """Return whether a name is one of a data set of the Hub, and no local file."""
-    return bool(DATASET_ID.fullmatch(name)) and not name.endswith(FILE_ENDS) and not Path(name).exists()
+    return bool(DATASET_ID.fullmatch(name)) and not name.lower().endswith(FILE_ENDS) and not Path(name).exists()
 
 
 @functools.cache

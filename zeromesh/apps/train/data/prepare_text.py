@@ -14,10 +14,11 @@ from pathlib import Path
 from rich.console import Console
 
 from zeromesh.apps.train.data.encode import Encoded, Encoder, grouped
+from zeromesh.apps.train.data.file_kinds import summary
 from zeromesh.apps.train.data.hub_datasets import is_dataset_id
 from zeromesh.apps.train.data.records import KINDS, read_record, share_of
 from zeromesh.apps.train.data.sources import Part, find_documents, look, names_of
-from zeromesh.apps.train.data.text_formats import INDEXED, Document, placed, portions, read_portion
+from zeromesh.apps.train.data.text_formats import INDEXED, Document, is_special, placed, portions, read_portion
 from zeromesh.apps.train.data.token_store import (
     PreparedData,
     TokenSet,
@@ -39,7 +40,7 @@ SUMMARY_FILE = "data.json"
 TOKENIZER_FOLDER = "tokenizer"
 
 # Not part of the key: token files do not depend on them, or they are compared in another way.
-FREE = {"train", "vocabulary_size", "packing", "document_attention", "revision"}
+FREE = {"train", "vocabulary_size", "packing", "document_attention", "revision", "columns"}
 
 # Of the encoding: token files of another version are made again.
 VERSION = 2
@@ -137,6 +138,7 @@ def _find(data: TextData, output: Path) -> list[Part]:
 def _key(data: TextData, parts: Sequence[Part], length: int | None) -> str:
     """Return a hash of the settings, the tokenizer, and the name, size and time of change of every file."""
     settings = [VERSION, data.model_dump(mode="json", exclude=FREE), length]
+    settings += [data.columns] if data.columns else []  # so that token files of earlier versions stay
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())  # the length decides what is too long
     if data.tokenizer is not None and Path(data.tokenizer).expanduser().exists():
         digest.update(content_key(Path(data.tokenizer).expanduser()).encode())
@@ -166,7 +168,9 @@ def _make(
     skipped: list[Document] = []
     files = [look(data, part, skipped) for part in parts]
     if skipped:
-        _log.info("left out, being empty, unreadable or not UTF-8: %s", names_of(skipped))
+        kinds = summary([document.path for document in skipped if not is_special(document.path)]).partition(":")[0]
+        why = f" ({kinds})" if kinds else ""
+        _log.info("left out, being empty, unreadable or not UTF-8: %s%s", names_of(skipped), why)
     # A tokenizer that had seen held-out text would make its score too good.
     trained_on = [file for part, documents in zip(parts, files, strict=True) if part.fraction < 1 for file in documents]
     tokenizer = _tokenizer(data, trained_on)

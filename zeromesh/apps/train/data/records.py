@@ -13,11 +13,33 @@ from numpy.typing import NDArray
 from zeromesh.apps.train.data.text_formats import OF_AN_ARRAY
 from zeromesh.apps.train.data.tokenizer import Ids, TextTokenizer
 from zeromesh.apps.train.train_settings import TextData
-from zeromesh.base.words import show
+from zeromesh.base.words import show, some
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-RESPONSES = ("response", "completion")  # keys of a response, if the settings name none
+RAW = "raw"  # value of data.format, of files that are read as plain text
 TOOLS = "tools"  # key of the schemas of functions that the assistant of a chat may call
+
+# Keys, in any letter case, where the settings have the default; of several, the first that a record has.
+CHATS = ("messages", "conversations", "conversation")
+PAIRS = (
+    ("prompt", "response"),
+    ("prompt", "completion"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("question", "answer"),
+    ("input", "output"),
+)
+INPUTS = ("input", "context")  # text that follows an instruction, as in Alpaca and Dolly
+
+# Of ShareGPT, whose messages have "from" and "value".
+SPEAKERS = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "observation": "tool",
+}
 
 
 class Chat(NamedTuple):
@@ -51,14 +73,25 @@ def kind_of(data: TextData, record: Any) -> str:
     _require_object(record)
     # Text comes last: records of the other kinds may have that key, too.
     for name, kind in KINDS.items():
-        if data.format in (None, name) and set(kind.keys(data, record)) <= record.keys():
+        if data.format in (None, RAW, name) and set(kind.keys(data, record)) <= record.keys():
             return name
-    wanted = [KINDS[data.format]] if data.format else list(KINDS.values())
+    wanted = [KINDS[data.format]] if data.format in KINDS else list(KINDS.values())
     keys = " or ".join(" and ".join(map(repr, kind.keys(data, record))) for kind in wanted)
     raise ValueError(
-        f"has the keys {list(record)}, and must have {keys}; change them, or name yours in data.text_key, "
-        "data.prompt_key, data.response_key or data.messages_key"
+        f"has the keys {list(record)}, and must have {keys}, or other common names (docs/data.md); name yours, as "
+        "with --set data.prompt_key=KEY --set data.response_key=KEY, --set data.text_key=KEY, or --set "
+        "data.messages_key=KEY"
     )
+
+
+def describe_keys(data: TextData, name: str, record: Mapping[str, Any]) -> str:
+    """Return which keys of a record are read, and which are not."""
+    keys = [*KINDS[name].keys(data, record)]
+    if name == "response" and (extra := _input_key(keys[0], record)):
+        keys.insert(1, extra)
+    rest = some([repr(key) for key in record if key not in (*keys, TOOLS, "system")])
+    read = " + ".join(map(repr, keys[:-1])) + " -> " if name == "response" else ""
+    return f"{read}{keys[-1]!r}" + (f"; not read: {rest}" if rest else "")
 
 
 def read_record(data: TextData, name: str, record: Any) -> Any:
@@ -105,8 +138,48 @@ def _string(record: Mapping[str, Any], key: str) -> str:
     return value
 
 
-def _response_key(data: TextData, record: Mapping[str, Any]) -> str:
-    return data.response_key or next((key for key in RESPONSES if key in record), RESPONSES[0])
+def _matching(record: Mapping[str, Any], key: str) -> str:
+    """Return the key of a record, perhaps in another letter case; ``key`` itself if there is none."""
+    return key if key in record else next((name for name in record if name.lower() == key), key)
+
+
+def _text_key(data: TextData, record: Mapping[str, Any]) -> str:
+    return _matching(record, data.text_key)
+
+
+def _messages_key(data: TextData, record: Mapping[str, Any]) -> str:
+    names = CHATS if data.messages_key == CHATS[0] else (data.messages_key,)
+    keys = [_matching(record, name) for name in names]
+    return next((key for key in keys if key in record), keys[0])
+
+
+def _pair(data: TextData, record: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the keys of the prompt and of the response."""
+    prompt = None if data.prompt_key == PAIRS[0][0] else data.prompt_key
+    pairs = [(prompt or first, data.response_key or second) for first, second in PAIRS]
+    pairs = [(_matching(record, first), _matching(record, second)) for first, second in pairs]
+    return next((pair for pair in pairs if set(pair) <= record.keys()), pairs[0])
+
+
+def _input_key(prompt_key: str, record: Mapping[str, Any]) -> str | None:
+    """Return the key of the text that an instruction is about; None without one."""
+    if prompt_key.lower() != "instruction":
+        return None
+    return next((key for key in (_matching(record, name) for name in INPUTS) if key in record), None)
+
+
+def _read_response(data: TextData, record: Mapping[str, Any]) -> tuple[str, str]:
+    prompt_key, response_key = _pair(data, record)
+    if isinstance(record[prompt_key], list | Mapping):
+        raise ValueError(
+            f"{prompt_key} = {show(record[prompt_key])} must be a string; write messages of both sides as one list "
+            "under 'messages'"
+        )
+    prompt, response = _string(record, prompt_key), _string(record, response_key)
+    extra = _input_key(prompt_key, record)
+    if extra is not None and record[extra]:
+        prompt = f"{prompt}\n\n{_string(record, extra)}"
+    return prompt, response
 
 
 def _encode_responses(tokenizer: TextTokenizer, pairs: Sequence[tuple[str, str]]) -> Iterator[Tokens]:
@@ -119,11 +192,16 @@ def _encode_responses(tokenizer: TextTokenizer, pairs: Sequence[tuple[str, str]]
 
 
 def _read_chat(data: TextData, record: Mapping[str, Any]) -> Chat:
-    key = data.messages_key
+    key = _messages_key(data, record)
     messages = record[key]
+    if isinstance(messages, str) and messages.startswith("["):  # in a table of text
+        messages = _of_json(messages, key)
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ValueError(f"{key} = {show(messages)} must be a list of at least one message")
     read = [_read_message(f"{key}[{place}]", message) for place, message in enumerate(messages)]
+    system = record.get("system")
+    if key != CHATS[0] and system and isinstance(system, str) and read[0]["role"] != "system":
+        read.insert(0, {"role": "system", "content": system})
     if all(message["role"] != "assistant" for message in read):
         raise ValueError(
             f"{key} has no turn of the assistant, so nothing can be learned from it; add one, or take it out"
@@ -133,10 +211,10 @@ def _read_chat(data: TextData, record: Mapping[str, Any]) -> Chat:
 
 def _read_tools(value: Any) -> list[dict[str, Any]] | None:
     # Tables hold them as JSON in strings, since all objects of a column need the same keys.
-    tools = _of_json(value)
+    tools = _of_json(value, TOOLS)
     if tools is None or tools == []:
         return None
-    read: list[Any] = [_of_json(tool) for tool in tools] if isinstance(tools, list) else [None]
+    read: list[Any] = [_of_json(tool, TOOLS) for tool in tools] if isinstance(tools, list) else [None]
     if not all(isinstance(tool, Mapping) for tool in read):
         raise ValueError(
             f"{TOOLS} = {show(value)} must be a list of objects, each the schema of a function, or JSON of it"
@@ -144,16 +222,20 @@ def _read_tools(value: Any) -> list[dict[str, Any]] | None:
     return read
 
 
-def _of_json(value: Any) -> Any:
+def _of_json(value: Any, key: str) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
-        raise ValueError(f"{TOOLS} = {show(value)} is not JSON ({error})") from None
+        raise ValueError(f"{key} = {show(value)} is not JSON ({error})") from None
 
 
 def _read_message(name: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise ValueError(f"{name} = {show(message)} must be an object with role and content")
+    if "from" in message and "role" not in message:
+        speaker = str(message["from"])
+        others = {key: value for key, value in message.items() if key not in ("from", "value")}
+        message = {"role": SPEAKERS.get(speaker, speaker), "content": message.get("value"), **others}
     for key in ("role", "content"):
         if key not in message and not (key == "content" and message.get("tool_calls")):
             raise ValueError(f"{name} = {show(dict(message))} lacks {key!r}; a message has role and content")
@@ -206,22 +288,22 @@ def _encode_preferences(tokenizer: TextTokenizer, pairs: Sequence[tuple[Any, Any
 
 KINDS: dict[str, RecordKind] = {
     "chat": RecordKind(
-        keys=lambda data, record: (data.messages_key,),
+        keys=lambda data, record: (_messages_key(data, record),),
         read=_read_chat,
         encode=_encode_chats,
         texts=lambda chat: [message.get("content", "") for message in chat.messages],
         packed=True,
     ),
     "response": RecordKind(
-        keys=lambda data, record: (data.prompt_key, _response_key(data, record)),
-        read=lambda data, record: (_string(record, data.prompt_key), _string(record, _response_key(data, record))),
+        keys=_pair,
+        read=_read_response,
         encode=_encode_responses,
         texts=list,
         packed=True,
     ),
     "text": RecordKind(
-        keys=lambda data, record: (data.text_key,),
-        read=lambda data, record: _string(record, data.text_key),
+        keys=lambda data, record: (_text_key(data, record),),
+        read=lambda data, record: _string(record, _text_key(data, record)),
         encode=lambda tokenizer, texts: (
             Tokens(tokenizer.bounded(tokens.ids), None, tokens.size) for tokens in encode_text(tokenizer, texts)
         ),

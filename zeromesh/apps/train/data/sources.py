@@ -7,18 +7,31 @@ import glob
 import hashlib
 import itertools
 import json
+import logging
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+from zeromesh.apps.train.data.file_kinds import (
+    AS_WRITTEN,
+    GZIP,
+    FileKind,
+    head_of,
+    is_plain,
+    kind_of_file,
+    refusal,
+    summary,
+)
 from zeromesh.apps.train.data.hub_datasets import dataset_folder, is_dataset_id
 from zeromesh.apps.train.data.indexed import ENDINGS, MASK, file_of, prefix_of
-from zeromesh.apps.train.data.records import KINDS, kind_of
+from zeromesh.apps.train.data.records import KINDS, RAW, describe_keys, kind_of
 from zeromesh.apps.train.data.text_formats import (
     INDEXED,
+    TABLES,
     Document,
     cut_before,
     format_of,
@@ -30,6 +43,8 @@ from zeromesh.apps.train.data.text_formats import (
 )
 from zeromesh.apps.train.train_settings import TextData
 from zeromesh.checkpoint.weights.pretrained import MAIN
+
+_log = logging.getLogger(__name__)
 
 STANDARD_LIBRARY = "python-stdlib"  # on every machine: the library of the running Python
 
@@ -93,7 +108,7 @@ def _find(source: str, suffixes: tuple[str, ...], output: Path | None, revision:
     elif (prefix := prefix_of(path)) is not None and (path.name.endswith(ENDINGS) or not path.is_file()):
         yield Document(prefix.name, prefix)
     elif path.is_file():
-        yield Document(path.name, path)
+        yield Document(path.name, path, named=True)
     elif is_dataset_id(source):
         yield Document(source, dataset_folder(source, revision))
     else:
@@ -175,32 +190,56 @@ def names_of(documents: Sequence[Document]) -> str:
 
 def look(data: TextData, part: Part, skipped: list[Document]) -> list[Document]:
     """Return the files of a data set in order, with their kinds and shares; add unreadable ones to ``skipped``."""
-    texts, files = [], []
+    texts: list[Document] = []
+    files: list[Document] = []
+    markup: list[Document] = []
     for source in part.sources:
         kind: str | None = None
-        for document in source:
+        for file in source:
+            document = replace(file, raw=data.format == RAW, columns=tuple(data.columns))
             form = format_of(document)
             if is_special(document.path):  # opening it might wait for ever
                 skipped.append(document)
             elif form == INDEXED:
+                _require_index(document)
                 files.append(replace(document, kind=INDEXED))
+            elif (other := _other_kind(data, document)) is not None:
+                if document.named:
+                    raise ValueError(refusal(document.path, other))
+                (markup if other.is_markup and is_text(document) else skipped).append(document)
+            elif form == ".json" and not document.named and not _has_records(data, document):
+                (markup if is_text(document) else skipped).append(document)
             # The first record of a source decides for all of it, so that an odd record is an error and no other kind.
-            elif form and (kind := kind or _first_kind(data, document)) is not None:
+            elif form and (kind := kind or _tell(data, document, _first(data, document))) is not None:
                 files.append(replace(document, kind=kind))
             elif not form and is_text(document):
                 _require_no_records(data, document)
                 texts.append(document)
             else:
                 skipped.append(document)
+    # Pages and settings beside other text, as in a folder of sources, are text as well.
+    if markup and not texts:
+        first = kind_of_file(markup[0].path)
+        if first is not None:
+            raise ValueError(refusal(markup[0].path, first))
+        _first(data, markup[0])  # raises what is wrong
+    texts += [replace(document, raw=True) for document in markup]
     if not texts and not files:
+        kinds = summary([document.path for document in part.documents if not is_special(document.path)])
+        verb = "is" if len(part.documents) == 1 else "are"
         raise ValueError(
-            f"there is no readable text in {part.wanted}: {names_of(part.documents)} "
-            f"{'is' if len(part.documents) == 1 else 'are'} empty or not UTF-8; add text, or convert it to UTF-8"
+            f"there is no readable text in {part.wanted}: "
+            + (
+                kinds
+                or f"{names_of(part.documents)} {verb} empty or not UTF-8; add text, or convert it to UTF-8, as with "
+                "iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
+            )
         )
-    if texts and data.format not in (None, "text"):
+    if texts and data.format not in (None, "text", RAW):
         raise ValueError(
             f"{part.wanted} has plain text, {texts[0].path}, and data.format = {data.format!r} needs records: JSON "
-            "lines (.jsonl, .jsonl.gz), parquet, or a data set of Hugging Face; choose files with data.suffixes"
+            "lines (.jsonl, .jsonl.gz), .json, .csv, .tsv, .parquet, or a data set of Hugging Face; choose files with "
+            "data.suffixes"
         )
     _require_one_kind(part, texts, files)
     if part.fraction in (0.0, 1.0):
@@ -226,13 +265,74 @@ def is_text(document: Document) -> bool:
     return has_text
 
 
-def _first_kind(data: TextData, document: Document) -> str | None:
-    """Return the kind of the first record of a file; None if it has none."""
+def _other_kind(data: TextData, document: Document) -> FileKind | None:
+    """Return what a file is that is not read; None for text, records and tables, and for what the settings ask for."""
+    path = document.path
+    if document.raw or not path.is_file() or format_of(document) == ".parquet":
+        return None
+    kind = kind_of_file(path)
+    compressed = path.name.lower().endswith((".jsonl.gz", ".ndjson.gz"))
+    chosen = data.suffixes and path.name.endswith(tuple(data.suffixes))
+    return None if kind is None or (compressed and GZIP in kind.begins) or (kind.is_markup and chosen) else kind
+
+
+def _require_index(document: Document) -> None:
+    """Refuse the tokens' half of a data set in Megatron's format if it is a text of another program."""
+    tokens, index = (file_of(document.path, ending) for ending in ENDINGS)
+    if index.is_file() or not is_plain(head_of(tokens)):
+        return
+    raise ValueError(
+        f"{tokens} is text, and its name ends like that of Megatron's tokens, for which {index.name} is missing; let "
+        "the name of text end in .txt, and that of records in .jsonl or .csv"
+    )
+
+
+def _has_records(data: TextData, document: Document) -> bool:
+    """Return whether a file of JSON has records."""
+    try:
+        return _first(data, document) is not None
+    except ValueError:
+        return False
+
+
+def _first(data: TextData, document: Document) -> tuple[str, Mapping[str, Any]] | None:
+    """Return the kind of the first record of a file, and the record; None if it has none."""
+    form = format_of(document)
     for portion in portions(document):
         for number, record in read_portion(portion):
             with placed(portion, number):
-                return kind_of(data, record)
+                try:
+                    return kind_of(data, record), record
+                except ValueError as error:
+                    if form in TABLES:
+                        raise ValueError(_undecided(data, document, record)) from None
+                    raise ValueError(f"{error}; {AS_WRITTEN}" if form == ".json" else str(error)) from None
     return None
+
+
+def _tell(data: TextData, document: Document, first: tuple[str, Mapping[str, Any]] | None) -> str | None:
+    """Return the kind of the first record; log which of its keys are read, unless these are all that it has."""
+    if first is None:
+        return None
+    kind, record = first
+    if format_of(document) in TABLES or len(record) > len(KINDS[kind].keys(data, record)):
+        _log.info("%s: %s", document.name, describe_keys(data, kind, record))
+    return kind
+
+
+def _undecided(data: TextData, document: Document, record: Mapping[str, str]) -> str:
+    """Return the error for a table whose columns do not say what is to be learned."""
+    columns = ", ".join(map(repr, record))
+    asked = f", and data.format = {data.format!r} needs others" if data.format else ""
+    header = (
+        ""
+        if document.columns
+        else '; if the first row is no header, name the columns: --set data.columns=\'["prompt", "completion"]\''
+    )
+    return (
+        f"the table has the columns {columns}{asked}; say what is to be learned: --set data.text_key=COLUMN, or --set "
+        f"data.prompt_key=COLUMN --set data.response_key=COLUMN{header}; {AS_WRITTEN}"
+    )
 
 
 def _require_one_kind(part: Part, texts: Sequence[Document], files: Sequence[Document]) -> None:
@@ -252,27 +352,22 @@ def _require_one_kind(part: Part, texts: Sequence[Document], files: Sequence[Doc
 
 
 def _require_no_records(data: TextData, document: Document) -> None:
-    """Refuse a JSON file with records."""
-    # It is read as plain text, and the model would learn quotes and brackets.
-    if not document.path.name.lower().endswith(".json"):
+    """Refuse JSON records in a file that is named itself and ends as plain text does."""
+    # The model would learn quotes and brackets.
+    if document.raw or not document.named or not head_of(document.path).lstrip().startswith((b"{", b"[")):
         return
     with document.path.open("rb") as file:
         # The end of what was read may be half a character.
         text = file.read(LOOKED_AT).decode("utf-8-sig", errors="ignore").strip()
-    is_array = text.startswith("[")
     try:
-        first, end = json.JSONDecoder().raw_decode(text.removeprefix("[").lstrip())
+        first, _ = json.JSONDecoder().raw_decode(text.removeprefix("[").lstrip())
         kind_of(data, first)
     except (ValueError, RecursionError):
         return
-    way = "let its name end in .jsonl"
-    if is_array or "\n" in text[:end]:
-        lines = f"{document.path} > {document.path.with_suffix('.jsonl')}"
-        way = f"write one record per line: jq -c '{'.[]' if is_array else '.'}' {lines}"
+    ending = ".json" if text.startswith("[") else ".jsonl"
     raise ValueError(
-        f"{document.path} has {'an array of records' if is_array else 'records'}, and a file that ends in .json is "
-        f"plain text; {way}; to learn it as it is written, let its name end in .txt, and to leave it out, choose "
-        "files with data.suffixes"
+        f"{document.path} has {'an array of records' if ending == '.json' else 'records'} in JSON, and its name ends "
+        f"like that of plain text; let it end in {ending}; {AS_WRITTEN}"
     )
 
 

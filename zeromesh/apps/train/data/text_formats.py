@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 import re
 import zlib
@@ -13,9 +15,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zeromesh.apps.train.data.csv_tables import next_row, not_utf8, row_ends, table_of
+from zeromesh.apps.train.data.file_kinds import AS_WRITTEN, PARQUET, head_of
 from zeromesh.apps.train.data.indexed import ENDINGS, MASK, file_of, prefix_of
 from zeromesh.base.requirements import pip_install
 
+TABLES = (".csv", ".tsv")  # formats whose columns are all text
 INDEXED = "indexed"  # format, and kind, of files that hold tokens
 DATASET_FILES = ("state.json", "dataset_info.json")  # mark a folder of datasets
 PIECE_BYTES = 2**18  # longest portion of plain text
@@ -26,7 +31,7 @@ CUT_WINDOW = 2**16  # bytes before the limit in which a good place for a cut is 
 # the text anyway; between any lines, words, and characters.
 CUTS = (rb"\S\n(?=\S)", rb"\n(?=[\s\S])", rb"\S(?= \S)", rb"[\s\S](?=[^\x80-\xbf])")
 
-OF_AN_ARRAY = ", and `jq -c '.[]' FILE` writes the records of an array so"
+OF_AN_ARRAY = "; let the name of a file that is one array end in .json"
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,9 @@ class Document:
     # Number in [0, 1) of all its text, which is held out if it is below data.validation_fraction; None if each record
     # has a number of its own.
     share: float | None = None
+    named: bool = False  # the settings name the file itself, and not a folder or a pattern
+    raw: bool = False  # read as plain text, whatever it is
+    columns: tuple[str, ...] = ()  # names of the columns of a table without a header
 
     @property
     def size(self) -> int:
@@ -104,6 +112,10 @@ def format_of(document: Document) -> str:
     # A file may have the name of another one's prefix.
     if not path.is_file() and prefix_of(path) is not None:
         return INDEXED
+    if document.raw or not path.is_file():
+        return ""
+    if head_of(path).startswith(PARQUET):
+        return ".parquet"
     return next((ending for ending in FORMATS if ending and path.name.lower().endswith(ending)), "")
 
 
@@ -296,6 +308,80 @@ def _readable(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} cannot be read as {what}: {error}; make it anew") from error
 
 
+def _json_values(path: Path) -> list[Any]:
+    """Return the records of a JSON file: the values of its array, or all values that follow each other in it."""
+    values: list[Any] = []
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+        position = _after_blanks(text, 0)
+        while position < len(text):
+            value, stop = _DECODER.raw_decode(text, position)
+            values.append(value)
+            position = _after_blanks(text, stop)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 (byte {error.start}); convert the file") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path}, line {error.lineno}: is not JSON ({error.msg}, column {error.colno}); write one array of "
+            f"records, or one record per line; {AS_WRITTEN}"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({error}); write one record per line") from None
+    return values[0] if len(values) == 1 and isinstance(values[0], list) else values
+
+
+def _after_blanks(text: str, start: int) -> int:
+    while start < len(text) and text[start].isspace():
+        start += 1
+    return start
+
+
+def _cut_json(document: Document) -> Iterator[Portion]:
+    lines: list[bytes] = []
+    start = size = 0
+    for value in _json_values(document.path):
+        # As JSON lines, which are read in one way.
+        lines.append(json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+        size += len(lines[-1])
+        if size >= PORTION_BYTES:
+            stop = start + len(lines)
+            yield Portion(document, start, stop, size, before=start, lines=b"\n".join(lines))
+            start, size, lines = stop, 0, []
+    if lines:
+        yield Portion(document, start, start + len(lines), size, before=start, lines=b"\n".join(lines))
+
+
+def _cut_csv(document: Document) -> Iterator[Portion]:
+    table = table_of(document.path, document.columns)
+    start = stop = table.start
+    for stop in row_ends(document.path, table):
+        if stop - start >= PORTION_BYTES:
+            yield Portion(document, start, stop, stop - start)
+            start = stop
+    if stop > start:
+        yield Portion(document, start, stop, stop - start)
+
+
+def _read_csv(portion: Portion) -> Iterator[tuple[int, Any]]:
+    table = table_of(portion.document.path, portion.document.columns)
+    data = _bytes(portion.document.path, portion.start, portion.stop)
+    try:
+        text = data.decode("utf-8-sig" if portion.start == 0 else "utf-8")
+    except UnicodeDecodeError as error:
+        with placed(portion, data[: error.start].count(b"\n")):
+            raise ValueError(not_utf8(error)) from None
+    reader = csv.reader(io.StringIO(text, newline=""), **table.options)
+    number = 0
+    while True:
+        with placed(portion, number):
+            row = next_row(reader, table)
+        if row is None:
+            return
+        if row:
+            yield number, row
+        number = reader.line_num
+
+
 _LINES = DataFormat(_cut_lines, _read_lines, "line")
 _COMPRESSED = DataFormat(_cut_compressed, _read_lines, "line")
 
@@ -305,6 +391,9 @@ FORMATS: dict[str, DataFormat] = {
     ".ndjson": _LINES,
     ".jsonl.gz": _COMPRESSED,
     ".ndjson.gz": _COMPRESSED,
+    ".json": DataFormat(_cut_json, _read_lines, "record"),
+    ".csv": DataFormat(_cut_csv, _read_csv, "line"),
+    ".tsv": DataFormat(_cut_csv, _read_csv, "line"),
     ".parquet": DataFormat(_cut_parquet, _read_parquet, "row"),
     "dataset": DataFormat(_cut_dataset, _read_dataset, "row"),
     "": DataFormat(_cut_text, lambda p: iter([(0, _bytes(p.document.path, p.start, p.stop).decode("utf-8"))]), "line"),

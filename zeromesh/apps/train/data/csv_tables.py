@@ -1,0 +1,114 @@
+"""Tables in CSV and TSV: the header, the delimiter, where rows end, and rows as records."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from codecs import BOM_UTF8
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zeromesh.base.words import counted, some
+
+DELIMITERS = ",;\t|"
+
+
+class CsvTable(NamedTuple):
+    """The form of a file."""
+
+    columns: tuple[str, ...]
+    options: dict[str, Any]  # of the reader
+    start: int  # first byte after the header
+
+
+def table_of(path: Path, columns: tuple[str, ...]) -> CsvTable:
+    """Return the form of a file, whose first row is its header unless ``columns`` names its columns.
+
+    The delimiter is the one that gives the first row most fields; a comma, or the tab of a ``.tsv``, if several do.
+
+    Raises:
+        ValueError: the first row is not UTF-8, or has a name twice.
+    """
+    return _read_header(path, columns, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=4)  # portions of a few files follow each other; the time of change, so that an old file is forgotten
+def _read_header(path: Path, columns: tuple[str, ...], changed: int) -> CsvTable:
+    csv.field_size_limit(sys.maxsize)  # of the process, whose default is less than a long text
+    preferred = "\t" if path.name.lower().endswith(".tsv") else ","
+    rows: dict[str, list[str]] = {}
+    starts: dict[str, int] = {}
+    for delimiter in (preferred, *DELIMITERS.replace(preferred, "")):
+        with path.open("rb") as file, suppress(csv.Error):  # of quotes in the middle of a field with this delimiter
+            read = list[bytes]()
+            try:
+                rows[delimiter] = next(csv.reader(_decoded(file, read), delimiter=delimiter, strict=True), [])
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}, line 1: {not_utf8(error)}") from None
+            starts[delimiter] = sum(map(len, read))
+    delimiter = max(rows, key=lambda each: len(rows[each]), default=preferred)
+    first = rows.get(delimiter, [])
+    spaced = any(name.startswith(" ") for name in first)
+    options = {"delimiter": delimiter, "strict": True, "skipinitialspace": spaced}
+    if columns:
+        return CsvTable(columns, options, 0)
+    names = tuple(name.strip() for name in first)
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(
+            f"{path}, line 1: two columns are named {twice!r}; give each a name of its own; if the first row is no "
+            'header, name the columns: --set data.columns=\'["prompt", "completion"]\''
+        )
+    return CsvTable(names, options, starts.get(delimiter, 0))
+
+
+def _decoded(file: Iterable[bytes], read: list[bytes]) -> Iterator[str]:
+    """Yield lines as text, and add them to ``read``."""
+    for line in file:
+        read.append(line)
+        yield line.removeprefix(BOM_UTF8).decode() if len(read) == 1 else line.decode()
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """Return what to do about a file in another encoding."""
+    return (
+        f"is not UTF-8 (byte {error.object[error.start]:#04x}); convert it, as with iconv -f WINDOWS-1252 -t UTF-8 "
+        'FILE > NEW, or save it in Excel as "CSV UTF-8"'
+    )
+
+
+def row_ends(path: Path, table: CsvTable) -> Iterator[int]:
+    """Yield the byte after each row; the end of the file after a row that cannot be read, which ``next_row`` names."""
+    stop = table.start
+    with path.open("rb") as file:
+        file.seek(stop)
+
+        def lines() -> Iterator[str]:
+            nonlocal stop
+            for line in file:
+                stop += len(line)
+                yield line.decode("utf-8", "surrogateescape")
+
+        # Read, because a quoted text may have line breaks.
+        try:
+            for _ in csv.reader(lines(), **table.options):
+                yield stop
+        except csv.Error:
+            yield path.stat().st_size
+
+
+def next_row(reader: Iterator[list[str]], table: CsvTable) -> dict[str, str] | None:
+    """Return the next row, without entries for a blank line; None at the end. Raise ValueError for a wrong one."""
+    try:
+        row = next(reader, None)
+    except csv.Error as error:
+        raise ValueError(f"is no row of a table ({error}); close quotes, and double those in a text") from None
+    if row and len(row) != len(table.columns):
+        raise ValueError(
+            f"has {counted(len(row), 'field')}, and the table has {counted(len(table.columns), 'column')} "
+            f"({some(table.columns)}); put a field in double quotes that holds {table.options['delimiter']!r}"
+        )
+    return None if row is None else dict(zip(table.columns, row, strict=False))
