@@ -41,7 +41,7 @@ MISTAKES = [
         ("the folder 'here' has no config.json", "it has ds_config.json: name that file if it is a configuration"),
         {"here/ds_config.json": "{}"},
     ),
-    Mistake("no GPU at all", "zeromesh plan 7b --gpu rtx-4090 --gpus 0", ("--gpus", "0 is not in the range x>=1")),
+    Mistake("no GPU at all", "zeromesh plan 7b --gpu rtx-4090 --gpus 0", ("--gpus", "greater than or equal to 1")),
     Mistake(
         "adapters beside a configuration that says what it trains",
         f"zeromesh plan mine.json --qlora {GPU}",
