@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import warnings
 from collections.abc import Mapping
@@ -67,6 +68,7 @@ class Adapters:
         # Imported late: a model by its name needs nothing that trains.
         from zeromesh.apps.train.model import Transformer
 
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of kernels that no plan runs
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what PEFT calls
             return Transformer(HuggingFace(path="", sequence_length=1), Lora(**self.section)).adapted(model)
