@@ -226,8 +226,8 @@ def _of_shape(shape: TransformerShape, precision: str, adapters: Adapters | None
         max_position_embeddings=shape.positions or 1 << 26,
         tie_word_embeddings=shape.tied,
         architectures=["LlamaForCausalLM"],
-        name_or_path=shape.name,
     )
+    config.name_or_path = shape.name
     return _of_configuration(config, config, precision, adapters, shape.name)
 
 
