@@ -16,13 +16,25 @@ def plan(
     model: Annotated[
         str,
         typer.Argument(
-            help="A name such as llama-3-8b, a size such as 7b, sizes such as llama:layers=32,hidden=4096,heads=32, a "
-            "folder with a config.json of transformers, a name on the Hugging Face Hub, or a configuration of ZeroMesh."
+            help="A name that --list shows, such as llama-3.1-8b, a size such as 7b, sizes such as "
+            "llama:layers=32,hidden=4096,heads=32, a folder with a config.json of transformers, a name on the Hugging "
+            "Face Hub, or a configuration of ZeroMesh. The largest models that fit are shown if left out."
         ),
-    ],
-    batch: Annotated[int | None, typer.Option(min=1, metavar="N", help="Samples of an update, of all ranks.")] = None,
-    sequence: Annotated[int | None, typer.Option(min=1, metavar="N", help="Tokens of a sample.")] = None,
-    gpu: Annotated[str, typer.Option(help="The GPU, such as h100 or a100-40gb.")] = "",
+    ] = "",
+    batch: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Samples of an update, of all ranks; 8 a device.")
+    ] = None,
+    sequence: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Tokens of a sample; up to 2048, as the model takes.")
+    ] = None,
+    lora: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="R", help="Train adapters of this rank on all linear layers, not all weights."),
+    ] = None,
+    qlora: Annotated[
+        bool, typer.Option("--qlora", help="Train adapters on weights in 4 bits; of rank 16, or --lora R.")
+    ] = False,
+    gpu: Annotated[str, typer.Option(help="The GPU, such as h100 or a100-40gb; those of this machine.")] = "",
     gpus: Annotated[int | None, typer.Option(min=1, metavar="N", help="GPUs of a node; all that it has.")] = None,
     nodes: Annotated[int, typer.Option(min=1, metavar="N", help="Number of nodes.")] = 1,
     node: Annotated[str, typer.Option(help="The kind of node, such as dgx-h100; the usual one of the GPU.")] = "",
@@ -31,7 +43,11 @@ def plan(
     host_memory: Annotated[
         float | None, typer.Option(metavar="GB", help="Memory of a node's host, in 10^9 bytes.")
     ] = None,
-    price: Annotated[float, typer.Option(min=0, help="Price of a node per hour, for --goal cost.")] = 0.0,
+    tokens: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="Tokens of the whole training, such as 1e9 or 300M: adds its hours."),
+    ] = None,
+    price: Annotated[float, typer.Option(min=0, help="Price of a node per hour: adds what the training costs.")] = 0.0,
     machine: Annotated[Path | None, typer.Option(help="File of zeromesh doctor --save, instead of names.")] = None,
     goal: Annotated[
         str, typer.Option(help="Smallest of: time of a step, memory of a device, cost of a token.")
@@ -40,10 +56,13 @@ def plan(
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw memory, the step and all layouts into this PNG.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the configuration that is written.")] = Path("plan"),
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write the configuration of the best layout into this folder.")
+    ] = None,
     explain: Annotated[
         Path | None, typer.Option(metavar="CONFIG", help="Judge the layout of this configuration instead.")
     ] = None,
+    show_list: Annotated[bool, typer.Option("--list", help="Show the names of models and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON, for programs.")] = False,
 ) -> None:
     """Show which layout of a model fits a machine, how fast it is, and why, before anything runs."""
@@ -51,9 +70,19 @@ def plan(
         if explain is not None:
             check_settings(explain)
         from zeromesh.apps.cli import plan_command as plans
+        from zeromesh.apps.cli import plan_questions as questions
+        from zeromesh.apps.cli.plan_model import Adapters
 
+        if show_list:
+            typer.echo("\n".join(questions.names_text()))
+            return
+        amount = questions.tokens_of(tokens) if tokens is not None else 0.0
         target = plans.machine_of(machine, gpu, gpus, nodes, node, inside, between, host_memory, price)
-        question = plans.PlanQuestion(model, batch, sequence, goal, layouts, picture, out, explain, as_json)
+        adapters = Adapters(lora or questions.RANK, qlora) if qlora or lora else None
+        fewest = gpu if gpu and not node and gpus is None and nodes == 1 else ""
+        question = plans.PlanQuestion(
+            model, batch, sequence, goal, layouts, picture, out, explain, as_json, adapters, amount, fewest
+        )
         fits = plans.plan(question, target)
     if not fits:
         raise typer.Exit(WRONG_INPUT)

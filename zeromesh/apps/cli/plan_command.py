@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
@@ -15,7 +16,21 @@ from typing import Any
 
 from rich.console import Console
 
-from zeromesh.apps.cli.plan_model import SCRIPT, AskedModel, asked_model
+from zeromesh.apps.cli.plan_model import SCRIPT, Adapters, AskedModel, asked_model
+from zeromesh.apps.cli.plan_questions import (
+    IMAGES,
+    MOST_TOKENS,
+    SAMPLES,
+    adapters_text,
+    all_hold,
+    amount_text,
+    budget_text,
+    fewest_text,
+    hours_of,
+    largest_models,
+    on_devices,
+    price_per_hour,
+)
 from zeromesh.apps.plan.choose.answer import PlanAnswer, answer, layout_text, reason_of, sentences
 from zeromesh.apps.plan.choose.certainty import memory_word, mfu_text, seconds_text
 from zeromesh.apps.plan.choose.fit import host_bytes
@@ -25,11 +40,13 @@ from zeromesh.apps.plan.choose.plan_picture import PAGE_ENDS, write_picture
 from zeromesh.apps.plan.choose.search import PlanCandidate, PlanResult, search
 from zeromesh.apps.plan.choose.space import PlanRequest
 from zeromesh.apps.plan.machine.cluster import Machine
+from zeromesh.apps.plan.machine.here import machine_here
 from zeromesh.apps.plan.machine.presets import cluster
 from zeromesh.apps.plan.predict.lower_bounds import least_memory, slowest
 from zeromesh.apps.train.screen import write
 from zeromesh.apps.train.train_settings import TrainSettings
 from zeromesh.base.drawing import require_picture
+from zeromesh.base.machine import MACHINE, devices
 from zeromesh.base.progress import SearchBar
 from zeromesh.base.words import bytes_text, counted, scaled_text
 from zeromesh.engine.initialize.widths import PRECISIONS
@@ -49,9 +66,12 @@ class PlanQuestion:
     goal: str = "time"
     layouts: int = 8
     picture: Path | None = None
-    out: Path = Path("plan")
+    out: Path | None = None  # folder, or file
     explain: Path | None = None
     as_json: bool = False
+    adapters: Adapters | None = None
+    tokens: float = 0.0  # of the whole training; 0: not asked
+    fewest: str = ""  # GPU of which the fewest are asked for, too
 
 
 def machine_of(
@@ -65,51 +85,73 @@ def machine_of(
     host_memory: float | None,
     price: float,
 ) -> Machine:
-    """Return the machine of a file, or of names; raise ValueError for both or neither."""
-    if file is None:
-        if not gpu and not node:
-            raise ValueError("name the GPU with --gpu, such as h100, a node with --node, or a file with --machine")
+    """Return the machine of a file, of names, or this one if there are none; raise ValueError for both."""
+    if file is not None:
+        if gpu or node or inside or between or gpus is not None or host_memory is not None:
+            raise ValueError(
+                f"--machine {file} describes devices, nodes and links; leave out the options that name them"
+            )
+        return _priced(_with_nodes(Machine.load(file), nodes, str(file)), price)
+    if gpu or node:
         return cluster(gpu, gpus, nodes, node, inside, between, host_memory and host_memory * 1e9, price)
-    if gpu or node or inside or between or gpus is not None or host_memory is not None:
-        raise ValueError(f"--machine {file} describes devices, nodes and links; leave out the options that name them")
-    machine = Machine.load(file)
-    if nodes > 1:
-        if len(machine.nodes) > 1:
-            raise ValueError(f"{file} has several kinds of nodes with their numbers; leave out --nodes")
-        machine = replace(machine, nodes=((machine.nodes[0][0], nodes),))
-    return machine
+    if inside or between or host_memory is not None:
+        raise ValueError(
+            "--inside, --between and --host-memory change a machine that is named; name its GPU with --gpu, such as "
+            "h100, or a node with --node"
+        )
+    if path := os.environ.get(MACHINE):
+        return _priced(_with_nodes(Machine.load(path), nodes, path), price)
+    count = len(devices())
+    if gpus is not None and gpus > max(1, count):
+        raise ValueError(
+            f"--gpus {gpus}: this machine has {counted(count, 'GPU') if count else 'no GPU'}; name the GPU that you "
+            "mean with --gpu, such as rtx-4090"
+        )
+    return _priced(machine_here(gpus or max(1, count), nodes), price)
+
+
+def _with_nodes(machine: Machine, nodes: int, source: str) -> Machine:
+    if nodes == 1:
+        return machine
+    if len(machine.nodes) > 1:
+        raise ValueError(f"{source} has several kinds of nodes with their numbers; leave out --nodes")
+    return replace(machine, nodes=((machine.nodes[0][0], nodes),))
+
+
+def _priced(machine: Machine, price: float) -> Machine:
+    """Return a machine whose nodes cost ``price`` an hour; 0 leaves what its file says."""
+    if not price:
+        return machine
+    return replace(machine, nodes=tuple((replace(node, price=price), count) for node, count in machine.nodes))
 
 
 def plan(question: PlanQuestion, machine: Machine) -> bool:
-    """Print the plan, and write its files; return whether anything fits."""
+    """Print the plan, and write the files that are asked for; return whether anything fits."""
     if question.picture is not None and question.picture.suffix.lower() not in PAGE_ENDS:
         require_picture(question.picture)  # before the work
+    if question.goal == "cost" and not price_per_hour(machine):
+        raise ValueError("--goal cost compares prices; give the price of a node per hour with --price")
     precision = precision_for(slowest(machine))
-    asked = asked_model(question.model, precision)
+    if not question.model:
+        return _largest(question, machine, precision)
+    asked = asked_model(question.model, precision, question.adapters)
     if question.explain is not None:
         return _explain(question, asked, machine)
-    request = _request(question, asked, machine, precision)
+    request, assumed = _request(question, asked, machine, precision)
     with SearchBar(Console(stderr=True), f"tracing {request.source.name}") as bar:
         result = search(request, progress=partial(bar.told, "computing layouts"))
         told = answer(result)
     document = None
     if result.best is not None:
         document = asked.document(document_for(result.best.layout, precision), request.sequence)
+    around = [*_around(question, asked, told, precision)]
     if question.as_json:
-        write(json.dumps(_as_json(told, document), indent=1) + "\n")
+        write(json.dumps(_as_json(told, document, question, assumed, around), indent=1) + "\n")
     else:
-        _show(told, question.layouts)
-    if result.best is not None:
-        nodes = ceil(result.best.layout.ranks / machine.nodes[0][0].devices)
-        config = question.out / CONFIG
-        config.parent.mkdir(parents=True, exist_ok=True)
-        config.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        command = launch_command(result.best.layout, nodes, str(config), asked.program)
-        if not question.as_json:
-            where = " on each node" if nodes > 1 else ""
-            note = f" ({asked.program} is your script)" if asked.program == SCRIPT else ""
-            _paragraphs([f"The layout is in {config}. Start it{where} with{note}:"])
-            write(f"  {command}\n")
+        _show(told, question, asked, assumed)
+        _paragraphs(around)
+    if document is not None:
+        _written(question, asked, told, document)
     if question.picture is not None:
         question.picture.parent.mkdir(parents=True, exist_ok=True)
         write_picture(told, question.picture)
@@ -118,15 +160,83 @@ def plan(question: PlanQuestion, machine: Machine) -> bool:
     return result.best is not None
 
 
-def _request(question: PlanQuestion, asked: AskedModel, machine: Machine, precision: str) -> PlanRequest:
+def _written(question: PlanQuestion, asked: AskedModel, told: PlanAnswer, document: dict[str, Any]) -> None:
+    """Write the configuration if a folder or a file is named for it, and say how a run starts."""
+    result = told.result
+    assert result.best is not None
+    nodes = ceil(result.best.layout.ranks / result.request.machine.nodes[0][0].devices)
+    out = question.out or Path()
+    config = out if out.suffix == ".json" else out / CONFIG
+    if question.out is not None:
+        config.parent.mkdir(parents=True, exist_ok=True)
+        config.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    if question.as_json:
+        return
+    where = " on each node" if nodes > 1 else ""
+    note = f" ({asked.program} is your script)" if asked.program == SCRIPT else ""
+    if question.out is None:
+        _paragraphs([f"Nothing was written. --out FOLDER writes the layout's {CONFIG}; start it{where} with{note}:"])
+    else:
+        _paragraphs([f"The layout is in {config}. Start it{where} with{note}:"])
+    write(f"  {launch_command(result.best.layout, nodes, str(config), asked.program)}\n")
+
+
+def _around(question: PlanQuestion, asked: AskedModel, told: PlanAnswer, precision: str) -> Iterator[str]:
+    """Yield what else people ask: adapters, the fewest GPUs, hours and money."""
+    request, best = told.result.request, told.result.best
+    if (best is None or not on_devices(best.layout)) and (
+        text := adapters_text(question.model, asked, request, precision)
+    ):
+        yield text
+    if question.fewest:
+        yield fewest_text(request, question.fewest)
+    if question.tokens and best is not None:
+        yield budget_text(best, question.tokens, _noun(asked))
+
+
+def _largest(question: PlanQuestion, machine: Machine, precision: str) -> bool:
+    """Print which models fit a machine."""
+    batch, sequence = question.batch or SAMPLES * machine.devices, question.sequence or MOST_TOKENS
+    _paragraphs(_machine_lines(machine))
+    _paragraphs(
+        [
+            f"Largest models that fit, with batches of {counted(batch, 'sample')} of {counted(sequence, 'token')} "
+            "(--batch, --sequence). Name one as MODEL for its plan; zeromesh plan --list shows all."
+        ]
+    )
+    write("\n")
+    lines = [*largest_models(machine, precision, batch, sequence)]
+    write("\n".join(lines) + "\n")
+    return any(not line.endswith("none") for line in lines)
+
+
+def _noun(asked: AskedModel) -> str:
+    return "image" if asked.images else "token"
+
+
+def _request(
+    question: PlanQuestion, asked: AskedModel, machine: Machine, precision: str
+) -> tuple[PlanRequest, list[str]]:
+    """Return the request, and what it assumes."""
+    assumed = []
     batch, sequence = question.batch or asked.batch, question.sequence or asked.sequence
-    if batch is None:
-        raise ValueError(f"{question.model!r} does not say the batch; give --batch (samples of an update)")
+    if asked.images:
+        if question.sequence is not None:
+            raise ValueError(f"{question.model} takes images, which have no tokens; leave out --sequence")
+        sequence = 1
     if sequence is None:
-        raise ValueError(f"{question.model!r} does not say the sequence; give --sequence (tokens of a sample)")
+        sequence = min(asked.limits.positions or MOST_TOKENS, MOST_TOKENS)
+        assumed.append(f"sequences of {counted(sequence, 'token')} (--sequence)")
+    if batch is None:
+        each = IMAGES if asked.images else SAMPLES
+        batch = each * machine.devices
+        assumed.append(f"batches of {counted(batch, 'sample')}, {each} a device (--batch)")
     widths = PRECISIONS[precision]
     limits, goal, tables = asked.limits, question.goal, asked.tables
-    return PlanRequest(asked.source, machine, batch, sequence, limits, goal, widths, tables=tables)
+    processor = slowest(machine).processor  # its memory is the host's: states have nowhere else to rest
+    accepts = all_hold(None if asked.chain else lambda layout: layout.pipeline == 1, on_devices if processor else None)
+    request = PlanRequest(asked.source, machine, batch, sequence, limits, goal, widths, accepts=accepts, tables=tables)
+    return request, assumed
 
 
 # The screen.
@@ -150,28 +260,52 @@ def bar(share: float, width: int = BAR) -> str:
     return full * (width - 1) + ">" if share > 1 else full * cells + empty * (width - cells)
 
 
-def _show(told: PlanAnswer, most: int) -> None:
+def _show(told: PlanAnswer, question: PlanQuestion, asked: AskedModel, assumed: list[str]) -> None:
     result = told.result
-    _header(result)
+    _header(result, asked, assumed)
     limit = least_memory(result.request.machine)
     if result.best is not None:
         device = f"device, of {bytes_text(limit)}"
-        write(f"{'':<3}{'step':>8} {'tokens/s':>9} {'MFU':>10}  {device:<{BAR + 15}} host, of node\n")
-    for number, candidate in enumerate(result.shown[:most], 1):
-        _line(number, candidate)
+        titles = "".join(f" {title:>10}" for title in _budget(result.best, question.tokens))
+        write(f"{'':<3}{'step':>8} {f'{_noun(asked)}s/s':>9} {'MFU':>10}{titles}  {device:<{BAR + 15}} host, of node\n")
+    for number, candidate in enumerate(result.shown[: question.layouts], 1):
+        _line(number, candidate, question.tokens)
     write("\n")
     _paragraphs(sentences(told))
 
 
-def _header(result: PlanResult) -> None:
+def _machine_lines(machine: Machine) -> Iterator[str]:
+    """Yield what was assumed of a machine that was named, or that this one is planned for."""
+    node = machine.nodes[0][0]
+    disk = f"{bytes_text(node.disk)} of NVMe" if node.disk else "no NVMe"
+    host = f"{bytes_text(node.host_memory)} of host memory and {disk}"
+    if machine.notes:
+        yield (
+            f"Assumed: nodes of the kind {node.name} with {host} for {counted(node.devices, 'GPU')}, which exchange "
+            f"{bytes_text(node.inside.bandwidth)}/s; change with --host-memory, --node, --inside and --between."
+        )
+        yield from (f"note: {note}" for note in machine.notes if "taken as" in note)
+    elif node.device.processor:
+        yield (
+            f"This machine has no GPU: planned for its processor, {node.cores} cores with {host}. Plan for a GPU with "
+            "--gpu, such as --gpu rtx-4090."
+        )
+    elif machine.name == "this machine":
+        yield f"This machine: {counted(node.devices, 'device')} of {bytes_text(node.device.memory)}, {host}."
+
+
+def _header(result: PlanResult, asked: AskedModel, assumed: list[str]) -> None:
     request, machine = result.request, result.request.machine
     cost = request.source.at(1, request.sequence, 1)
+    samples = counted(request.batch, "image" if asked.images else "sample")
+    tokens = "" if asked.images else f" of {counted(request.sequence, 'token')}"
+    adapters = f" with {asked.adapters.name}" if asked.adapters is not None else ""
     _paragraphs(
         [
-            f"{request.source.name}: {scaled_text(cost.parameters)} parameters, batches of "
-            f"{counted(request.batch, 'sample')} of {counted(request.sequence, 'token')}, "
-            f"on {machine.name or 'the machine'}",
-            *(f"note: {note}" for note in machine.notes if "taken as" in note),
+            f"{request.source.name}{adapters}: {scaled_text(cost.parameters)} parameters, batches of {samples}"
+            f"{tokens}, on {machine.name or 'the machine'}",
+            *_machine_lines(machine),
+            *([f"Assumed: {', '.join(assumed)}."] if assumed else []),
             f"{counted(result.considered, 'layout')}; states that do not fit: {result.too_large}; memory computed: "
             f"{result.weighed}; time computed: {result.computed}",
         ]
@@ -179,17 +313,27 @@ def _header(result: PlanResult) -> None:
     write("\n")
 
 
-def _line(number: int, candidate: PlanCandidate) -> None:
+def _budget(candidate: PlanCandidate, tokens: float) -> dict[str, str]:
+    """Return hours and money of a whole training; without its tokens, the money of a million of them."""
+    price = price_per_hour(candidate.machine)
+    if not tokens:
+        return {"per M": amount_text(candidate.price)} if price else {}
+    hours = hours_of(candidate, tokens)
+    return {"hours": amount_text(hours)} | ({"cost": amount_text(hours * price)} if price else {})
+
+
+def _line(number: int, candidate: PlanCandidate, tokens: float = 0.0) -> None:
     layout, machine = candidate.layout, candidate.machine
     limit, used = least_memory(machine), candidate.fullest.device
     node = machine.nodes[0][0]
     host = host_bytes(candidate.memory, layout, node, "host")
     disk = host_bytes(candidate.memory, layout, node, "nvme")
     speed = scaled_text(candidate.tokens_per_second).replace(" ", "")
+    budget = "".join(f" {amount:>10}" for amount in _budget(candidate, tokens).values())
     hosts = f" {bar(host / node.host_memory, 5)} {bytes_text(host)}" if host else " -"
     disks = f" disk {bytes_text(disk)}" if disk else ""
     write(
-        f"{number:<3}{seconds_text(candidate.time.seconds):>8} {speed:>9} {mfu_text(candidate):>10}  "
+        f"{number:<3}{seconds_text(candidate.time.seconds):>8} {speed:>9} {mfu_text(candidate):>10}{budget}  "
         f"{bar(used / limit)} {bytes_text(used):>8} {memory_word(candidate):<5}{hosts}{disks}\n"
     )
     runs = f"{layout.accumulation} x {counted(layout.micro_batch, 'sample')}"
@@ -200,8 +344,12 @@ def _line(number: int, candidate: PlanCandidate) -> None:
 # As JSON.
 
 
-def _as_json(told: PlanAnswer, document: dict[str, Any] | None) -> dict[str, Any]:
+def _as_json(
+    told: PlanAnswer, document: dict[str, Any] | None, question: PlanQuestion, assumed: list[str], around: list[str]
+) -> dict[str, Any]:
     result = told.result
+    best, price = result.best, price_per_hour(result.request.machine)
+    hours = hours_of(best, question.tokens) if best is not None and question.tokens else None
     return {
         "model": result.request.source.name,
         "machine": result.request.machine.as_dict(),
@@ -209,7 +357,10 @@ def _as_json(told: PlanAnswer, document: dict[str, Any] | None) -> dict[str, Any
         "considered": result.considered,
         "computed": result.computed,
         "proven": result.proven,
-        "answer": sentences(told),
+        "assumed": [*assumed, *_machine_lines(result.request.machine)],
+        "answer": [*sentences(told), *around],
+        "hours": hours,
+        "cost": hours * price if hours is not None and price else None,
         "remedies": [remedy._asdict() for remedy in told.remedies],
         "largest": told.largest._asdict() if told.largest is not None else None,
         "configuration": document,
@@ -252,7 +403,7 @@ def _explain(question: PlanQuestion, asked: AskedModel, machine: Machine) -> boo
             f"{question.explain} has batches of {counted(batch, 'sample')}, and --batch is {question.batch}; leave it "
             "out"
         )
-    request = _request(replace(question, batch=batch, sequence=sequence), asked, machine, precision)
+    request, _ = _request(replace(question, batch=batch, sequence=sequence), asked, machine, precision)
     with SearchBar(Console(stderr=True), f"tracing {request.source.name}"):
         judgement = judge(request, layout)
     if question.as_json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
@@ -26,6 +27,13 @@ LEAST_GAIN = 0.02  # share of a step that is worth saying
 SHORTEST = 128  # tokens of a sequence that is still proposed
 ROUNDED = 64  # bytes that a device reads and writes to round and restore an element, in sixteen passes over fp32
 ADDED_DISK = (30e12, 12e9, 6e9)  # bytes, and bytes per second read and written, of four usual NVMe disks
+
+
+# Units of a model at its ends, and their names for people.
+PLACES = (
+    (r"(?:\S*\.)?(?:lm_head|head|embed_out)|after \S+", "the output layer"),
+    (r"(?:\S*\.)?(?:embed_tokens|wte|embedding)|before \S+", "the embedding"),
+)
 
 
 class Gain(NamedTuple):
@@ -124,6 +132,18 @@ def fullest_text(candidate: PlanCandidate) -> str:
     return f"pipeline rank {candidate.fullest.pipeline_rank}" if candidate.layout.pipeline > 1 else "each rank"
 
 
+def moment_text(label: str) -> str:
+    """Return a moment of a step for people, such as ``backward of the output layer, one micro-batch in flight``."""
+    words, _, count = label.partition(", ")
+    match = re.fullmatch(r"(\d+) held", count)
+    for pattern, name in PLACES:
+        words = re.sub(rf"(\w+ of )(?:{pattern})$", rf"\1{name}", words)
+    if not match:
+        return ", ".join(filter(None, (words, count)))
+    flight = "one micro-batch" if match[1] == "1" else f"{match[1]} micro-batches"
+    return f"{words}, {flight} in flight"
+
+
 def missing_text(over: Mapping[str, float], device: str) -> str:
     """Return the bytes that tiers lack, for people; ``device`` is the article of the device."""
     tiers = {"device": f"of {device} device's memory", "host": "of host memory a node", "nvme": "of NVMe a node"}
@@ -145,7 +165,7 @@ def layout_text(layout: ParallelLayout) -> str:
 def sentences(told: PlanAnswer) -> list[str]:
     """Return the answer in plain sentences, each a paragraph."""
     if told.result.best is None:
-        return list(_nothing_fits(told))
+        return list(_nothingfits_any(told))
     return list(_best(told))
 
 
@@ -164,8 +184,8 @@ def _best(told: PlanAnswer) -> Iterator[str]:
     largest = sorted(peak.bytes.items(), key=lambda pair: -pair[1])[:3]
     parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in largest)
     yield (
-        f"The most memory is used by {fullest_text(best)} at the {peak.label}: {bytes_text(best.fullest.device)} of "
-        f"{bytes_text(least_memory(best.machine))}, with {parts}."
+        f"Peak of {fullest_text(best)}: {bytes_text(best.fullest.device)} of {bytes_text(least_memory(best.machine))}, "
+        f"in the {moment_text(peak.label)}: {parts}."
     )
     if best.tight:
         yield f"{tight_text(best)}. No layout that was computed leaves more room."
@@ -173,7 +193,9 @@ def _best(told: PlanAnswer) -> Iterator[str]:
     if rival is not None:
         beside = _beside(result.request.goal, best, rival)
         yield f"Runner-up: {layout_text(rival.layout)}, {beside}{', but tight' if rival.tight > best.tight else ''}."
-    if (room := told.largest) is not None:
+    if (room := told.largest) is not None and not room.blocks:
+        yield f"With this layout there is room for micro-batches of {counted(room.micro_batch, 'sample')}."
+    elif room is not None:
         yield (
             f"With this layout there is room for micro-batches of {counted(room.micro_batch, 'sample')}, or sequences "
             f"of {room.sequence} tokens one at a time, or a model of {room.blocks} blocks "
@@ -190,27 +212,30 @@ def _best(told: PlanAnswer) -> Iterator[str]:
 def _beside(goal: str, best: PlanCandidate, rival: PlanCandidate) -> str:
     """Return how much worse the runner-up is."""
     worse = rival.score(goal) / best.score(goal) - 1
-    words = {"time": ("slower", "faster"), "memory": ("more memory", "less memory"), "cost": ("dearer", "cheaper")}
+    words = {
+        "time": ("slower", "faster"),
+        "memory": ("more memory", "less memory"),
+        "cost": ("more expensive", "cheaper"),
+    }
     said = f"{abs(worse):.1%} {words[goal][worse < 0]}"
     if worse > ALIKE:
         return said
     # The best is then the simplest of several.
-    return f"{said}, which such predictions cannot tell, with {bytes_text(rival.fullest.device)} of each device in use"
+    same = {"time": "equally fast", "memory": "as much memory", "cost": "equally expensive"}[goal]
+    return f"{same} within the error, with {bytes_text(rival.fullest.device)} of each device in use"
 
 
 def _unknown(told: PlanAnswer) -> Iterator[str]:
     result = told.result
     cost = result.request.source.at(1, result.request.sequence, 1)
     if not cost.exact:
-        yield f"The model was not traced ({cost.note or 'its sizes are given'}), so its memory is by formula."
+        why = f" ({cost.note})" if cost.note and not cost.note.startswith("by formula") else ""
+        yield f"Memory is from a formula{why}; give a folder with config.json for an exact trace."
     if not result.proven:
-        yield (
-            f"{result.computed} of {result.considered} layouts were computed; bounds do not rule out that another one "
-            "is a little better."
-        )
+        yield (f"{result.computed} of {result.considered} layouts were computed; another one may be a little better.")
 
 
-def _nothing_fits(told: PlanAnswer) -> Iterator[str]:
+def _nothingfits_any(told: PlanAnswer) -> Iterator[str]:
     assert told.lacks is not None
     layout, ranks, over = told.lacks
     fullest = max(ranks, key=lambda rank: rank.device)
@@ -221,7 +246,7 @@ def _nothing_fits(told: PlanAnswer) -> Iterator[str]:
         none = f"none of {result.weighed} layouts does whose memory was computed, of {result.considered}"
     yield (
         f"Nothing fits: {none}. The nearest, {layout_text(layout)}, lacks {missing_text(over, 'each')}: it needs "
-        f"{used} on the device, most at the {fullest.peak.label}."
+        f"{used} on the device, in the {moment_text(fullest.peak.label)}."
     )
     for number, remedy in enumerate(told.remedies[:3], 1):
         yield f"{number}. {ADVICE[remedy.kind].capitalize()}: {remedy.text}."
@@ -324,6 +349,9 @@ def largest_of(request: PlanRequest, layout: ParallelLayout, machine: Machine) -
     micro = _most(lambda size: fits(source, sequence, replace(layout, micro_batch=size)), 1, 1 << 16)
     # A traced model is traced again for each length, so that only doublings are tried.
     traced, longest = source.at(1, sequence, 1).exact, request.limits.positions or 1 << 26
+    # Samples such as images have no tokens, and their models, or small ones, may have no stack of blocks.
+    if sequence == 1 or not any(unit.block for unit in source.at(1, sequence, 1).units):
+        return Largest(micro, 1, 0, source.at(1, 1, 1).parameters)
     step = 2 * layout.context * layout.tensor * 64
     tokens = _most(lambda size: fits(source, size, alone), step, max(step, longest), 1 if traced else 32)
     step = layout.pipeline * layout.chunks
@@ -335,10 +363,16 @@ def largest_of(request: PlanRequest, layout: ParallelLayout, machine: Machine) -
 # What to do if nothing fits.
 
 
-def _fits(request: PlanRequest) -> bool:
+def batch_for(request: PlanRequest) -> PlanRequest:
+    """Return the request with a batch that grows if the devices cannot share it."""
+    if LayoutSpace(request, request.machine).meshes():
+        return request
+    return replace(request, batch=ceil(request.batch / request.machine.devices) * request.machine.devices)
+
+
+def fits_any(request: PlanRequest) -> bool:
     """Return whether any layout fits; the batch grows if the devices cannot share it."""
-    if not LayoutSpace(request, request.machine).meshes():
-        request = replace(request, batch=ceil(request.batch / request.machine.devices) * request.machine.devices)
+    request = batch_for(request)
     # No schedule holds less than 1F1B, and the orders of others take long to make on many ranks.
     accepts = request.accepts or (lambda _: True)
     request = replace(request, accepts=lambda layout: layout.schedule == "1f1b" and accepts(layout))
@@ -358,13 +392,13 @@ def _remedies(request: PlanRequest) -> Iterator[Remedy]:
     node = machine.nodes[0][0]
 
     def on(other: Machine) -> bool:
-        return _fits(replace(request, machine=other))
+        return fits_any(replace(request, machine=other))
 
     def part(factor: float) -> int:
         return max(1, int(request.sequence / factor))
 
     remedies: list[Remedy] = []
-    shorter = _least(lambda f: _fits(replace(request, sequence=part(f))), request.sequence // SHORTEST)
+    shorter = _least(lambda f: fits_any(replace(request, sequence=part(f))), request.sequence // SHORTEST)
     if shorter is not None:
         text = f"{part(shorter)} tokens fit, instead of {request.sequence}"
         remedies.append(Remedy("sequence", text, 0.0))

@@ -10,6 +10,7 @@ from zeromesh.apps.plan.choose.answer import (
     fullest_text,
     layout_text,
     missing_text,
+    moment_text,
     shares_text,
 )
 from zeromesh.apps.plan.choose.certainty import interval_text, seconds_text, tight_text
@@ -55,13 +56,13 @@ class LayoutJudgement:
     def sentences(self) -> list[str]:
         """The judgement in plain sentences."""
         candidate, seconds = self.candidate, self.candidate.time.seconds
-        peak, rank = candidate.fullest.peak.label, fullest_text(candidate)
+        peak, rank = moment_text(candidate.fullest.peak.label), fullest_text(candidate)
         missing = missing_text(self.over, "the")
         if missing:
-            sentences = [f"It does not fit: it lacks {missing}. Most is used by {rank} at the {peak}."]
+            sentences = [f"It does not fit: it lacks {missing}. Peak of {rank}: {peak}."]
         else:
             share = candidate.fullest.device / least_memory(candidate.machine)
-            sentences = [f"It fits: {rank} uses {share:.0%} of the device's memory, most of it at the {peak}."]
+            sentences = [f"It fits: {rank} uses {share:.0%} of the device's memory. Peak: {peak}."]
             if candidate.tight:
                 sentences.append(f"{tight_text(candidate)}.")
         would = "would take" if missing else "takes"

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from zeromesh.apps.plan.choose.space import ModelLimits
+from zeromesh.apps.plan.cost.named_models import catalogue, find_model
 from zeromesh.apps.plan.cost.shape import TransformerShape
 from zeromesh.apps.train.train_settings import ModelShape
 from zeromesh.base.words import nearest
@@ -16,35 +17,8 @@ GPT = TransformerShape(1, 64, 1, 50257, positions=1024, dropout=False, name="gpt
 BERT = TransformerShape(1, 64, 1, 30522, positions=512, dropout=True, name="bert")
 FAMILIES = {"gpt": GPT, "llama": LLAMA, "bert": BERT}
 
-# Sizes from the config.json files of the models, and from their papers: Devlin et al., 2018 (BERT); Radford et al.,
-# 2019 (GPT-2); Brown et al., 2020 (GPT-3); Touvron et al., 2023 (Llama 2); Grattafiori et al., 2024 (Llama 3).
-_ROWS: dict[str, tuple[TransformerShape, dict[str, Any]]] = {
-    "bert-base": (BERT, {"layers": 12, "hidden": 768, "heads": 12}),
-    "bert-large": (BERT, {"layers": 24, "hidden": 1024, "heads": 16}),
-    "gpt2": (GPT, {"layers": 12, "hidden": 768, "heads": 12}),
-    "gpt2-medium": (GPT, {"layers": 24, "hidden": 1024, "heads": 16}),
-    "gpt2-large": (GPT, {"layers": 36, "hidden": 1280, "heads": 20}),
-    "gpt2-xl": (GPT, {"layers": 48, "hidden": 1600, "heads": 25}),
-    "gpt3-175b": (GPT, {"layers": 96, "hidden": 12288, "heads": 96, "positions": 2048}),
-    "llama-2-7b": (LLAMA, {"layers": 32, "hidden": 4096, "heads": 32, "width": 11008}),
-    "llama-2-13b": (LLAMA, {"layers": 40, "hidden": 5120, "heads": 40, "width": 13824}),
-    "llama-2-70b": (LLAMA, {"layers": 80, "hidden": 8192, "heads": 64, "width": 28672, "kv_heads": 8}),
-    "llama-3-8b": (
-        LLAMA,
-        {"layers": 32, "hidden": 4096, "heads": 32, "width": 14336, "kv_heads": 8, "vocabulary": 128256},
-    ),
-    "llama-3-70b": (
-        LLAMA,
-        {"layers": 80, "hidden": 8192, "heads": 64, "width": 28672, "kv_heads": 8, "vocabulary": 128256},
-    ),
-    "llama-3-405b": (
-        LLAMA,
-        {"layers": 126, "hidden": 16384, "heads": 128, "width": 53248, "kv_heads": 8, "vocabulary": 128256},
-    ),
-    "mistral-7b": (LLAMA, {"layers": 32, "hidden": 4096, "heads": 32, "width": 14336, "kv_heads": 8}),
-}
-
-MODELS = {name: replace(base, name=name, **sizes) for name, (base, sizes) in _ROWS.items()}
+MODELS = {name: shape for name, model in catalogue().items() if (shape := model.shape()) is not None}
+"""Shapes of the catalogue's plain transformers by name."""
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([mbt])", re.IGNORECASE)
 _SCALES = {"m": 1e6, "b": 1e9, "t": 1e12}
@@ -61,8 +35,8 @@ def shape_named(text: str) -> TransformerShape | None:
         ValueError: sizes that are unknown, missing or impossible.
     """
     name = text.lower()
-    if name in MODELS:
-        return MODELS[name]
+    if (model := find_model(text)) is not None:
+        return model.shape()
     if match := SIZE.fullmatch(name):
         return _of_size(float(match[1]) * _SCALES[match[2]], name)
     family, colon, sizes = text.partition(":")

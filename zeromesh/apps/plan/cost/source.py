@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from zeromesh.apps.plan.choose.space import ModelLimits
+from zeromesh.apps.plan.cost.cost import CostSource
 from zeromesh.apps.plan.cost.cost_trace import InputsOf, TracedCost
 from zeromesh.apps.plan.cost.passes import Inputs, TraceOptions
+from zeromesh.apps.plan.cost.repeated_blocks import RepeatedCost, shortened
 from zeromesh.base.dry.model_inputs import InputSizes, inputs_of
 from zeromesh.base.files import LARGEST_TEXT, require_regular
 from zeromesh.base.lengths import option, positions
@@ -28,8 +30,10 @@ def hugging_face_cost(
     *,
     attention: str = "",
     adapt: Callable[[nn.Module], nn.Module] = lambda model: model,
-) -> TracedCost:
+) -> CostSource:
     """Return the cost of a model of transformers, which is made on the meta device when a trace is needed.
+
+    Of a stack of like blocks only a few are traced.
 
     Args:
         source: a configuration, a folder with a ``config.json``, such a file, or a name on the Hugging Face hub.
@@ -47,12 +51,18 @@ def hugging_face_cost(
     if attention:
         config.update({"_attn_implementation": attention})
 
-    def make() -> nn.Module:
+    def make(of: Any) -> nn.Module:
         with configured(source), torch.device("meta"):
-            return adapt(kind(config))
+            return kind(of)
 
     name = str(getattr(config, "name_or_path", "") or kind.__name__)
-    return TracedCost(make, inputs_by_size(kind, config), options, name=name)
+    inputs = inputs_by_size(kind, config)
+
+    def traced(of: Any) -> TracedCost:
+        return TracedCost(lambda: adapt(make(of)), inputs, options, name=name)
+
+    short = shortened(config, make)
+    return RepeatedCost(traced(short[0]), traced(config), short[1]) if short else traced(config)
 
 
 def configuration_of(source: Any) -> Any:
