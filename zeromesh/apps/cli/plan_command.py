@@ -52,7 +52,7 @@ from zeromesh.base.words import bytes_text, counted, scaled_text
 from zeromesh.engine.initialize.widths import PRECISIONS
 
 WIDEST = 120  # characters of a line
-BAR = 20
+BAR = 16
 CONFIG = "config.json"
 
 
