@@ -9,7 +9,8 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from zeromesh.apps.cli.plan_model import Adapters, AskedModel, asked_model
-from zeromesh.apps.plan.choose.answer import batch_for, fits_any, layout_text, seconds_text
+from zeromesh.apps.plan.choose.answer import batch_for, fits_any, layout_text
+from zeromesh.apps.plan.choose.certainty import seconds_text
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
 from zeromesh.apps.plan.choose.search import PlanCandidate, SearchEffort, search
 from zeromesh.apps.plan.choose.space import PlanRequest
