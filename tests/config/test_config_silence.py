@@ -223,7 +223,7 @@ def test_a_first_micro_batch_that_is_smaller_is_told_of_at_once(caplog: pytest.L
     engine(torch.ones(4, 3))
     engine(torch.ones(5, 3))
     (message,) = warnings(caplog)
-    assert "gets 4 samples at a time" in message
+    assert "is given 4 samples at a time" in message
 
 
 def test_without_configured_sizes_there_is_nothing_to_compare(caplog: pytest.LogCaptureFixture) -> None:
@@ -278,7 +278,7 @@ def staged() -> list[str]:
 def test_stages_compare_it_too() -> None:
     first, second = run_ranks(staged, 2)
     assert len(first) == 1
-    assert "gets 3 samples at a time" in first[0]
+    assert "is given 3 samples at a time" in first[0]
     assert second == []
 
 

@@ -31,6 +31,8 @@ def report_of(**changed: Any) -> dict[str, Any]:
         "training_loss": 3.557,
         "validation_loss": None,
         "bits_per_byte": None,
+        "loss_unit": "nats per token",
+        "accuracy": None,
         "peak_memory": [378_000_000],
         "prediction": None,
         "traffic": {},

@@ -34,6 +34,7 @@ from zeromesh.apps.plan.cost.source import (
 )
 from zeromesh.apps.train.train_settings import HuggingFace, Lora, Quantization, TrainSettings
 from zeromesh.base.files import read_text
+from zeromesh.base.requirements import pip_install
 from zeromesh.checkpoint.weights.hub_models import is_model_id, model_folder
 from zeromesh.checkpoint.weights.pretrained import saved_quantization
 from zeromesh.config.document import read_object
@@ -197,7 +198,8 @@ def _of_catalogue(model: CatalogueModel, precision: str, adapters: Adapters | No
         shape = model.shape()
         if shape is None or adapters is not None:
             raise ValueError(
-                f"{model.name} is built with transformers, and adapters with PEFT; pip install 'zeromesh[hf]'"
+                f"{model.name} is built with transformers, and adapters with PEFT: "
+                + pip_install("transformers", "peft")
             )
         return AskedModel(TransformerCost(shape), limits_of(shape), folder=model.hub if model.causal else "")
     config = model.configuration()
@@ -212,7 +214,7 @@ def _of_shape(shape: TransformerShape, precision: str, adapters: Adapters | None
     if not shape.gated or shape.biases or find_spec("transformers") is None:
         raise ValueError(
             f"adapters on {shape.name} cannot be planned: sizes stand for a Llama, which needs transformers and PEFT "
-            "(pip install 'zeromesh[hf]'), or name a model that zeromesh plan --list shows"
+            f"({pip_install('transformers', 'peft')}), or name a model that zeromesh plan --list shows"
         )
     import transformers
 
