@@ -12,6 +12,7 @@ import torch
 
 import zeromesh
 from zeromesh.base.requirements import LEAST_TORCH, OPTIONAL, TESTED_TORCH, pip_install, torch_release, untested_torch
+from zeromesh.config.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -55,7 +56,7 @@ def test_initialize_says_that_torch_is_newer_than_tested(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch, "__version__", "2.99.1+cu140")
-    with caplog.at_level(logging.INFO, "zeromesh"), pytest.raises(zeromesh.config.errors.ConfigError):
+    with caplog.at_level(logging.INFO, "zeromesh"), pytest.raises(ConfigError):
         zeromesh.initialize(model=torch.nn.Linear(1, 1), config={"no_such_key": 1})
     [line] = [message for message in caplog.messages if "2.99.1" in message]
     assert line.endswith("if it fails: pip install 'torch==2.13.*'")
