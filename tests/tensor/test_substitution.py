@@ -259,6 +259,7 @@ LOOKS = {
     "shard/optim/groups.py": "chooses parameters",
     "apps/plan/cost/estimate.py": "counts bytes",
     "apps/plan/cost/packed.py": "counts bytes",
+    "apps/train/model.py": "names targets of adapters",
     "parallel/context/torch_attention.py": "refuses",
     "shard/tables/find_tables.py": "asks",
     "shard/tables/tables.py": "is given tables",

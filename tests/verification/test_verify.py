@@ -183,7 +183,7 @@ def test_errors_name_the_remedy() -> None:
 @pytest.mark.parametrize(
     ("model", "said"),
     [("nothing.there:model", "cannot be imported"), ("verifying:Net.forward.none", "cannot be imported"),
-     ("no-such-folder", "no folder")],
+     ("no-such-folder", "not a folder")],
 )  # fmt: skip
 def test_an_unknown_model_is_an_error_of_the_command(model: str, said: str, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
@@ -221,12 +221,14 @@ def dying() -> tuple[nn.Module, Any]:
 
 @pytest.mark.parametrize(("verdict", "trains"), [(Verdict.EQUAL, True), (Verdict.APART, False)])
 def test_training_begins_only_after_an_equal_comparison(
-    verdict: Verdict, trains: bool, monkeypatch: pytest.MonkeyPatch
+    verdict: Verdict, trains: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(CONFIG))
     called: list[Any] = []
     monkeypatch.setattr("zeromesh.apps.cli.verify.run", lambda question: called.append(question) or verdict)
     monkeypatch.setattr("zeromesh.apps.train.train_run.train", lambda *_: called.append("trained"))
-    result = call("train", "config.json", "--verify", "--set", "run.steps=2")
+    result = call("train", file, "--verify", "--set", "run.steps=2")
     assert result.exit_code == verdict.value, result.output
     assert called[0].overrides == ["run.steps=2"]
     assert ("trained" in called) is trains

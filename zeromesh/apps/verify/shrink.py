@@ -109,7 +109,7 @@ def _named(name: str) -> tuple[Any, Any]:
         folder = path if path.exists() else model_folder(name, weights=False)
         if not folder.exists():
             raise ValueError(
-                f"model {name!r} is not a folder, no file and no function; name a folder with a config.json of "
+                f"model {name!r} is not a folder, a file or a function; name a folder with a config.json of "
                 "transformers, or package.module:function"
             )
         return configuration(folder.parent if folder.is_file() else folder)[0], None
