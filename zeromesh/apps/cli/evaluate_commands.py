@@ -29,7 +29,7 @@ def evaluate(
         typer.Option(metavar="FILES", help="Held-out files, a folder or a pattern; a run's own if left out."),
     ] = None,
     choices: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Questions of multiple choice: .jsonl, .csv or .tsv.")
+        Path | None, typer.Option(metavar="FILE", help="Questions of multiple choice: records or a table.")
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask the questions of --choices as a user in a chat.")] = False,
     tasks: Annotated[
