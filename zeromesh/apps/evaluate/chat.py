@@ -106,6 +106,8 @@ def chat(model: EvaluatedModel, tokens: int, temperature: float, seed: int, syst
     """Talk with a model until the end of standard input; raise ValueError if there is none, or no tokenizer."""
     writer = load(model)
     conversation = Conversation(writer, _has_template(writer), tokens, temperature, seed, system)
+    if conversation.has_template and system is not None:
+        writer.tokenizer.prompt([*conversation.messages, {"role": "user", "content": "?"}])  # raises if it is refused
     console = make_console()
     console.print(f"{model.path} ({HELP})")
     if not conversation.has_template:
@@ -133,6 +135,8 @@ def _has_template(writer: TextWriter) -> bool:
 
 def _read() -> str | None:
     """Return a line of standard input; None at its end."""
+    if sys.stdin is None:  # closed
+        return None
     try:
         # input() has history and editing on a terminal, and writes its prompt there only.
         line = input("> ") if sys.stdin.isatty() else sys.stdin.readline()
