@@ -147,6 +147,7 @@ def test_multiple_choice_takes_the_likeliest_choice_and_the_likeliest_by_charact
         ("q.csv", "question,A,B,answer\nOne?,1,2,B\nTwo?,2,1,2\n", [1, 0]),
         ("q.tsv", 'question\tchoices\tanswer\nOne?\t["a", "b"]\tb\nTwo?\t["a", "b"]\tA\n', [1, 0]),
         ("q.jsonl", '{"question": "Q", "choices": {"text": ["x", "y"], "label": ["1", "2"]}, "answerKey": "2"}\n', [1]),
+        ("q.jsonl", '{"question": "Q", "1": "x", "2": "y", "answer": 2}\n', [1]),
         ("q.json", '[{"question": "Q", "choices": ["x", "y"], "answer": 1}]', [1]),
         ("q.csv", "Question;A;B;C;Answer\nOne?;1;2;;b\nTwo?;1;2;3;C\n", [1, 2]),
     ],
@@ -201,6 +202,7 @@ def test_a_run_of_dpo_is_evaluated_on_its_own_pairs(tiny: Path, tmp_path: Path) 
     held_out = evaluated(tmp_path / "run")["held_out"]
     assert (held_out["loss_per_pair"], held_out["accuracy"]) == (report["validation_loss"], report["accuracy"])
     assert "nats per pair" in call("evaluate", tmp_path / "run").output
+    assert "loss, nats per pair" in (tmp_path / "run/report.html").read_text()
 
 
 def test_figures_that_are_not_finite_are_still_json(

@@ -100,7 +100,7 @@ MISTAKES = [
     Mistake(
         "questions in a spreadsheet",
         "zeromesh evaluate model --choices questions.xlsx",
-        ("--choices = 'questions.xlsx' must be JSON lines (.jsonl)", "a table (.csv, .tsv)"),
+        ("--choices = 'questions.xlsx' must be records of", "a table (.csv, .tsv)"),
         {**MODEL, "questions.xlsx": b"PK\x03\x04"},
     ),
     Mistake(

@@ -26,7 +26,7 @@ def evaluate(
     model: Model,
     data: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILES", help="Held-out files, a folder or a pattern; a run's own if left out."),
+        typer.Option(metavar="FILE", help="Held-out file, folder or pattern, --data for each; or a run's own."),
     ] = None,
     choices: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Questions of multiple choice: records or a table.")

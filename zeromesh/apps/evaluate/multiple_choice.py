@@ -57,22 +57,22 @@ def _question(record: Any, is_row: bool) -> Question:
     if not isinstance(record, Mapping):
         raise ValueError(f"is {show(record)}, and must be an object with the keys question, choices and answer")
     # Questions of a table may have fewer choices than it has columns for them.
-    record = {name.lower(): value for name, value in record.items() if value != "" or not is_row}
-    choices, labels = _choices(record)
-    key = next((key for key in ("answer", "answerkey", "label") if key in record), None)
-    missing = [name for name, there in (("question", "question" in record), ("answer", key is not None)) if not there]
+    values = {name.lower(): value for name, value in record.items() if value != "" or not is_row}
+    choices, labels = _choices(values)
+    key = next((key for key in ("answer", "answerkey", "label") if key in values), None)
+    missing = [name for name, there in (("question", "question" in values), ("answer", key is not None)) if not there]
     if missing or not choices:
         wanted = ", ".join(map(repr, [*missing, *([] if choices else ["choices"])]))
         raise ValueError(f"has the keys {list(record)} and lacks {wanted}; a file has {WANTED}")
     assert key is not None
-    text = record["question"]
+    text = values["question"]
     if not isinstance(text, str) or not all(isinstance(choice, str) and choice for choice in choices):
         raise ValueError("question and choices must be text, and no choice empty")
     if any("\ud800" <= character <= "\udfff" for character in "".join([text, *choices])):
         raise ValueError("question has half of a surrogate pair, which is no character")
     if len(choices) < 2:
         raise ValueError(f"has one choice, {show(choices[0])}; a question has at least two")
-    return Question(text, tuple(choices), _answer(record[key], choices, labels))
+    return Question(text, tuple(choices), _answer(values[key], choices, labels))
 
 
 def _choices(record: Mapping[str, Any]) -> tuple[Sequence[Any], Sequence[str]]:
@@ -97,6 +97,8 @@ def _choices(record: Mapping[str, Any]) -> tuple[Sequence[Any], Sequence[str]]:
 
 def _answer(answer: Any, choices: Sequence[str], labels: Sequence[str]) -> int:
     """Return the place of the right choice, which is named by its text, its label or its place."""
+    if isinstance(answer, int) and str(answer) in labels:  # of choices that the file numbers
+        answer = str(answer)
     if isinstance(answer, str):
         # The text comes first: choices may be numbers, and answers are their text then.
         for names in (choices, labels[: len(choices)], [label.lower() for label in labels[: len(choices)]]):
