@@ -116,6 +116,12 @@ MISTAKES = [
         MODEL,
     ),
     Mistake(
+        "sampling from a model instead of a run",
+        "zeromesh sample model hello",
+        ("'model' holds a model, and no run; talk with it by zeromesh chat model",),
+        MODEL,
+    ),
+    Mistake(
         "chatting with a folder of data",
         "zeromesh chat data",
         ("'data' holds neither a run nor a model; name the folder that run.output named in training",),
