@@ -6,6 +6,8 @@ import json
 import math
 import os
 import pty
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,14 +24,16 @@ import torch
 
 from commands import call, write_config
 from harness import run_ranks
-from zeromesh.apps.evaluate.chat import Conversation
+from zeromesh.apps.evaluate import evaluate_run
+from zeromesh.apps.evaluate.chat import Conversation, chat
 from zeromesh.apps.evaluate.evaluate_run import Wanted, run_rank
 from zeromesh.apps.evaluate.evaluated_model import EvaluatedModel
-from zeromesh.apps.evaluate.held_out import HeldOutDocument, windows
+from zeromesh.apps.evaluate.held_out import HeldOutDocument, read_documents, windows
 from zeromesh.apps.evaluate.multiple_choice import read_questions
 from zeromesh.apps.evaluate.serve_model import serve
 from zeromesh.apps.train.data.ordered_loader import NO_LABEL
 from zeromesh.apps.train.sample import TextWriter
+from zeromesh.apps.train.train_settings import TextData
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TEXT = "Oslo is the capital of Norway. A day has 1,440 minutes.\n\nÆøå: two bytes each.\n" * 3
@@ -143,11 +147,74 @@ def test_multiple_choice_takes_the_likeliest_choice_and_the_likeliest_by_charact
         ("q.csv", "question,A,B,answer\nOne?,1,2,B\nTwo?,2,1,2\n", [1, 0]),
         ("q.tsv", 'question\tchoices\tanswer\nOne?\t["a", "b"]\tb\nTwo?\t["a", "b"]\tA\n', [1, 0]),
         ("q.jsonl", '{"question": "Q", "choices": {"text": ["x", "y"], "label": ["1", "2"]}, "answerKey": "2"}\n', [1]),
+        ("q.jsonl", '{"question": "Q", "1": "x", "2": "y", "answer": 2}\n', [1]),
+        ("q.json", '[{"question": "Q", "choices": ["x", "y"], "answer": 1}]', [1]),
+        ("q.csv", "Question;A;B;C;Answer\nOne?;1;2;;b\nTwo?;1;2;3;C\n", [1, 2]),
     ],
 )
 def test_questions_are_read_from_tables_and_lines(tmp_path: Path, name: str, text: str, answers: list[int]) -> None:
     (tmp_path / name).write_text(text)
     assert [question.answer for question in read_questions(tmp_path / name)] == answers
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("q.jsonl", "", "'q.jsonl' is empty"),
+        ("q.txt", "What?", "'q.txt' must be records"),
+        ("q.csv", "question,A,B,answer\nOne?,1,2\n", "q.csv, line 2: has 3 fields"),
+        ("q.csv", "question,A,B,answer\nOne?,1,,A\n", "q.csv, line 2: has one choice"),
+        ("q.jsonl", '{"question": "Q", "choices": ["x", "y"], "answer": 2}', "line 1: answer = 2 is none of the 2"),
+        ("q.jsonl", '{"question": "\\ud800", "choices": ["x", "y"], "answer": 1}', "line 1: question has half of a"),
+    ],
+)
+def test_a_wrong_file_of_questions_is_refused_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_questions(Path(name))
+
+
+def test_pairs_of_answers_are_no_held_out_text(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "Who?", "chosen": "Me, and all others.", "rejected": "You."}\n')
+    data, tokenizer = TextData(train=("none",)), EvaluatedModel(tiny).tokenizer
+    with pytest.raises(ValueError, match="pairs of answers, which a run with a section dpo holds out itself"):
+        list(read_documents(data, [str(tmp_path / "pairs.jsonl")], tokenizer))
+
+
+@pytest.mark.full
+def test_a_run_of_dpo_is_evaluated_on_its_own_pairs(tiny: Path, tmp_path: Path) -> None:
+    pairs = [{"prompt": f"What is {number}?", "chosen": f"It is {number}.", "rejected": "No."} for number in range(20)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    settings = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "huggingface": {"path": str(tiny), "sequence_length": 64},
+        "dpo": {"beta": 0.1},
+        "data": {"train": str(tmp_path / "pairs.jsonl"), "validation_fraction": 0.2},
+        "run": {"steps": 2, "output": str(tmp_path / "run"), "evaluate_every": 0},
+    }
+    result = call("train", write_config(tmp_path, settings))
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "run/report.json").read_text())
+    held_out = evaluated(tmp_path / "run")["held_out"]
+    assert (held_out["loss_per_pair"], held_out["accuracy"]) == (report["validation_loss"], report["accuracy"])
+    assert "nats per pair" in call("evaluate", tmp_path / "run").output
+    assert "loss, nats per pair" in (tmp_path / "run/report.html").read_text()
+
+
+def test_figures_that_are_not_finite_are_still_json(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = {"held_out": {"loss": math.nan, "perplexity": math.inf, "tokens": 3}}
+    monkeypatch.setattr(evaluate_run, "check", lambda model, wanted: None)
+    monkeypatch.setattr(evaluate_run, "launch", lambda *arguments: [result])
+    evaluate_run.evaluate(EvaluatedModel(tiny), Wanted(), 1, True)
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
+        "held_out": {"loss": None, "perplexity": None, "tokens": 3}
+    }
 
 
 @pytest.fixture(scope="module")
@@ -298,6 +365,20 @@ def test_a_chat_on_standard_input_resets_saves_and_ends(tiny: Path, tmp_path: Pa
     assert (tmp_path / "none.txt").read_text() == "\n"
 
 
+def test_a_chat_without_standard_input_and_one_whose_system_message_is_refused_end(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    chat(EvaluatedModel(tiny), 3, 0.0, 0, None)
+    folder = tmp_path / "model"
+    shutil.copytree(tiny, folder)
+    template = folder / "chat_template.jinja"
+    refusal = "{%- if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    template.write_text(refusal + template.read_text())
+    with pytest.raises(ValueError, match="chat template refuses the messages: no system role"):
+        chat(EvaluatedModel(folder), 3, 0.0, 0, "Be brief.")
+
+
 @pytest.mark.full
 def test_control_c_ends_an_answer_and_control_d_the_chat(tiny: Path) -> None:
     main, other = pty.openpty()
@@ -347,6 +428,13 @@ def test_a_run_is_exported_once_and_handed_to_the_engine(run: Path, tmp_path: Pa
     assert calls == [(str(program), [*command, "--max-model-len", "128"]), (str(program), command)]
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
     assert transformers.AutoModelForCausalLM.from_pretrained(folder).config.vocab_size
+    # A tag may name another checkpoint later, as best does.
+    manifest = run / "checkpoints" / "global_step2" / "manifest.json"
+    later = time.time_ns() + 10**9
+    os.utime(manifest, ns=(later, later))
+    with patch("os.execv", lambda *arguments: calls.append(arguments)), patch.dict(os.environ, environment):
+        serve(EvaluatedModel(run), "vllm", 9000, [])
+    assert (folder / "model.safetensors").stat().st_mtime_ns > written
 
 
 def test_without_an_engine_the_ways_to_install_one_are_named(tiny: Path, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ MISTAKES = [
     Mistake(
         "questions in a spreadsheet",
         "zeromesh evaluate model --choices questions.xlsx",
-        ("--choices = 'questions.xlsx' must be JSON lines (.jsonl)", "a table (.csv, .tsv)"),
+        ("--choices = 'questions.xlsx' must be records of", "a table (.csv, .tsv)"),
         {**MODEL, "questions.xlsx": b"PK\x03\x04"},
     ),
     Mistake(
@@ -113,6 +113,12 @@ MISTAKES = [
         "a checkpoint of a model that has none",
         "zeromesh chat model --tag best",
         ("--tag: 'model' is a model, which has no checkpoints; leave it out",),
+        MODEL,
+    ),
+    Mistake(
+        "sampling from a model instead of a run",
+        "zeromesh sample model hello",
+        ("'model' holds a model, and no run; talk with it by zeromesh chat model",),
         MODEL,
     ),
     Mistake(

@@ -21,8 +21,8 @@ from zeromesh.apps.train import run_picture
 from zeromesh.apps.train.goodput import read_times
 from zeromesh.apps.train.metrics import MetricsLog
 from zeromesh.apps.train.train_settings import TrainSettings
-from zeromesh.base.chart_page import thinned, ticks
-from zeromesh.base.drawing import Chart
+from zeromesh.base.chart_page import charts_html, thinned, ticks
+from zeromesh.base.drawing import Chart, Curves
 from zeromesh.base.lock import locked
 
 
@@ -129,6 +129,19 @@ def test_a_command_writes_the_page_of_a_run_without_matplotlib(tmp_path: Path, m
 
 def interrupt(_: float) -> None:
     raise KeyboardInterrupt
+
+
+def test_a_watch_that_is_stopped_before_the_first_page_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_picture, "time", SimpleNamespace(sleep=interrupt))
+    with locked(tmp_path), pytest.raises(KeyboardInterrupt):
+        next(run_picture.watch(tmp_path))
+
+
+def test_a_curve_of_one_step_has_one_label_below() -> None:
+    html = charts_html([Curves("loss", {"": [(1.0, 2.0)]})])
+    assert '<div class="x"><span>step 1</span><span></span></div>' in html
 
 
 def test_a_live_page_reloads_itself_until_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

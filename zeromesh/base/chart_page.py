@@ -189,9 +189,8 @@ def _curves(chart: Curves) -> tuple[str, str]:
         ],
     }
     sides = "".join(f'<span class="y" style="top:{y(tick) / HEIGHT:.2%}">{value_text(tick)}</span>' for tick in heights)
-    below = [chart.labels[0], chart.labels[-1]] if chart.labels else [value_text(left), value_text(right)]
-    if not chart.labels:
-        below[0] = f"{chart.across} {below[0]}"
+    last = value_text(right) if right > left else ""
+    below = [chart.labels[0], chart.labels[-1]] if chart.labels else [f"{chart.across} {value_text(left)}", last]
     svg = f'<svg viewBox="0 0 {HEIGHT} {HEIGHT}" preserveAspectRatio="none" aria-hidden="true">{"".join(drawn)}</svg>'
     plot = f'<div class="plot{" tall" if chart.stacked else ""}">{sides}'
     plot += f'<div class="area" tabindex="0" data-curves="{escape(json.dumps(hover))}">{svg}<hr hidden></div></div>'

@@ -26,10 +26,10 @@ def evaluate(
     model: Model,
     data: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILES", help="Held-out files, a folder or a pattern; a run's own if left out."),
+        typer.Option(metavar="FILE", help="Held-out file, folder or pattern, --data for each; or a run's own."),
     ] = None,
     choices: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Questions of multiple choice: .jsonl, .csv or .tsv.")
+        Path | None, typer.Option(metavar="FILE", help="Questions of multiple choice: records or a table.")
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask the questions of --choices as a user in a chat.")] = False,
     tasks: Annotated[

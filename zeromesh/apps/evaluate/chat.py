@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class Conversation:
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.text = self.system or ""
 
-    def answer(self, message: str) -> Iterator[str]:
+    def answer(self, message: str) -> Generator[str]:
         """Yield the answer to a message piece by piece; what was yielded is kept when the iterator is closed."""
         pieces: list[str] = []
         turn = len(self.messages)
@@ -106,6 +106,8 @@ def chat(model: EvaluatedModel, tokens: int, temperature: float, seed: int, syst
     """Talk with a model until the end of standard input; raise ValueError if there is none, or no tokenizer."""
     writer = load(model)
     conversation = Conversation(writer, _has_template(writer), tokens, temperature, seed, system)
+    if conversation.has_template and system is not None:
+        writer.tokenizer.prompt([*conversation.messages, {"role": "user", "content": "?"}])  # raises if it is refused
     console = make_console()
     console.print(f"{model.path} ({HELP})")
     if not conversation.has_template:
@@ -133,6 +135,8 @@ def _has_template(writer: TextWriter) -> bool:
 
 def _read() -> str | None:
     """Return a line of standard input; None at its end."""
+    if sys.stdin is None:  # closed
+        return None
     try:
         # input() has history and editing on a terminal, and writes its prompt there only.
         line = input("> ") if sys.stdin.isatty() else sys.stdin.readline()
@@ -148,7 +152,7 @@ def _read() -> str | None:
     return line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
-def _show(pieces: Iterator[str]) -> None:
+def _show(pieces: Generator[str]) -> None:
     try:
         for piece in pieces:
             write(piece)
@@ -156,9 +160,7 @@ def _show(pieces: Iterator[str]) -> None:
     except KeyboardInterrupt:
         write("\n(ended)\n")
     finally:
-        close = getattr(pieces, "close", None)
-        if close is not None:
-            close()
+        pieces.close()
 
 
 def _save(conversation: Conversation, name: str) -> str:

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,9 +22,10 @@ from zeromesh.apps.evaluate.scoring import Scorer
 from zeromesh.apps.train.data.prepare_text import SUMMARY_FILE
 from zeromesh.apps.train.data.sources import find_documents
 from zeromesh.apps.train.data.token_store import PreparedData, load_summary
+from zeromesh.apps.train.reference import require_reference
 from zeromesh.apps.train.run_loss import HeldOut
 from zeromesh.apps.train.screen import is_first, make_console
-from zeromesh.apps.train.train_settings import TextData
+from zeromesh.apps.train.train_settings import Preference, TextData
 from zeromesh.base.words import counted
 from zeromesh.comm.environment import shutdown
 
@@ -51,13 +53,21 @@ def evaluate(model: EvaluatedModel, wanted: Wanted, ranks: int | None, as_json: 
     """Evaluate and print the figures on the first rank; raise ValueError if something cannot be evaluated."""
     check(model, wanted)
     count = ranks or model.ranks
-    results: list[Figures] = launch(run_rank, count, EvaluatedModel(model.path, model.tag, model.dtype), wanted)
+    # The checkpoint by its name: a run that goes on may save another one before the last rank looks.
+    results: list[Figures] = launch(run_rank, count, EvaluatedModel(model.path, model.checkpoint, model.dtype), wanted)
     if is_first():
         console = make_console()
         if as_json:
-            console.print(json.dumps(results[0], indent=2), soft_wrap=True)
+            console.print(json.dumps(_finite(results[0]), indent=2), soft_wrap=True)
         else:
             console.print("\n".join(lines(results[0])), soft_wrap=True)
+
+
+def _finite(value: Any) -> Any:
+    """Return a result with None for what is not finite, which JSON cannot write."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def check(model: EvaluatedModel, wanted: Wanted) -> None:
@@ -73,8 +83,7 @@ def check(model: EvaluatedModel, wanted: Wanted) -> None:
         raise ValueError(f"--include = {str(wanted.include)!r} is no folder; name one with YAML files of tasks")
     if wanted.chat and wanted.choices is None:
         raise ValueError("--chat is for --choices FILE; leave it out (chats in --data are recognised by their records)")
-    windowed = wanted.data
-    if wanted.stride is not None and not windowed:
+    if wanted.stride is not None and not wanted.data:
         raise ValueError("--stride is for the windows of --data FILES; leave it out")
     if model.longest is not None and (wanted.length or 0) > model.longest:
         raise ValueError(f"--length = {wanted.length} is longer than the {model.longest} tokens that the model takes")
@@ -108,16 +117,20 @@ def _require_harness() -> None:
         )
 
 
-def _held_out(model: EvaluatedModel) -> PreparedData:
-    """Return the run's own data; raise ValueError if nothing of them was held out."""
+def _held_out(model: EvaluatedModel) -> tuple[PreparedData, Preference | None]:
+    """Return the run's own data, and how it learned from pairs; raise ValueError if nothing was held out."""
     run = model.run
     assert run is not None
-    prepared, data = load_summary(run.text / SUMMARY_FILE), run.settings().data
+    settings = run.settings()
+    prepared, data = load_summary(run.text / SUMMARY_FILE), settings.data
     if prepared is None or data is None or not prepared.validation:
         raise ValueError(
             f"the run in {str(run.path)!r} has held nothing out to evaluate; name other text with --data FILES"
         )
-    return prepared.sampled(data)
+    prepared = prepared.sampled(data)
+    if settings.dpo is not None:
+        require_reference(prepared)
+    return prepared, settings.dpo
 
 
 def run_rank(model: EvaluatedModel, wanted: Wanted) -> Figures:
@@ -178,14 +191,15 @@ def _reading(model: EvaluatedModel, files: Sequence[str]) -> TextData:
 
 def _own_held_out(model: EvaluatedModel, scorer: Scorer) -> Figures:
     """Return the score on the data that the run held out, in its samples, as its report has it. Collective."""
-    prepared = _held_out(model)
-    score = HeldOut(prepared, model.language, scorer.batch).score(scorer.engine)
+    prepared, dpo = _held_out(model)
+    score = HeldOut(prepared, model.language, scorer.batch, dpo).score(scorer.engine)
     assert score is not None  # there is held-out data
+    common = {"source": "the run's own", "documents": sum(part.documents for part in prepared.validation)}
+    if dpo is not None:
+        return common | {"loss_per_pair": score.loss, "accuracy": score.accuracy}
     labels = sum(part.labels for part in prepared.validation)
-    return {"source": "the run's own", **figures(score.loss, labels, prepared.held_out_bytes)} | {
-        "bits_per_byte": score.bits_per_byte,
-        "documents": sum(part.documents for part in prepared.validation),
-    }
+    values = figures(score.loss, labels, prepared.held_out_bytes)
+    return common | values | {"bits_per_byte": score.bits_per_byte}
 
 
 def lines(result: Figures) -> list[str]:
@@ -196,9 +210,13 @@ def lines(result: Figures) -> list[str]:
     if held_out := result.get("held_out"):
         source = held_out["source"] if isinstance(held_out["source"], str) else ", ".join(held_out["source"])
         text.append(f"held-out text ({source}): {counted(held_out['documents'], 'document')}")
-        text.append(f"  loss           {held_out['loss']:.4f} nats per token, {held_out['tokens']:,} tokens")
-        text.append(f"  perplexity     {held_out['perplexity']:.4g} per token")
-        if held_out["bits_per_byte"] is not None:
+        if "loss" in held_out:
+            text.append(f"  loss           {held_out['loss']:.4f} nats per token, {held_out['tokens']:,} tokens")
+            text.append(f"  perplexity     {held_out['perplexity']:.4g} per token")
+        else:
+            text.append(f"  loss           {held_out['loss_per_pair']:.4f} nats per pair")
+            text.append(f"  preferred      the chosen answer of {held_out['accuracy']:.1%} of the pairs")
+        if held_out.get("bits_per_byte") is not None:
             text.append(f"  bits per byte  {held_out['bits_per_byte']:.4f}, {held_out['bytes']:,} bytes of UTF-8")
     if choices := result.get("choices"):
         text.append(f"multiple choice ({choices['source']}): {counted(choices['questions'], 'question')}")

@@ -26,7 +26,6 @@ from zeromesh.comm.agreement import agree_run, world_group
 from zeromesh.comm.environment import device_of_group
 from zeromesh.config.errors import ConfigError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KEPT = (
     "model",
     "huggingface",
@@ -187,7 +186,8 @@ class EvaluatedModel:
             precision = self._settings.precision
             return precision.compute or precision.autocast or torch.float32
         if self.dtype is not None:
-            return DTYPES[self.dtype]
+            dtype: torch.dtype = getattr(torch, self.dtype)
+            return dtype
         assert isinstance(self.language, Transformer)
         saved = configuration(self.language.folder)[0].get_text_config().dtype
         return saved if isinstance(saved, torch.dtype) else torch.float32

@@ -71,6 +71,11 @@ def read_documents(data: TextData, files: Sequence[str], tokenizer: TextTokenize
     documents = look(data, part, skipped)
     if any(document.kind == INDEXED for document in documents):
         raise ValueError(f"{part.wanted} is tokens, whose text is unknown; name the files that they were made from")
+    if any(document.kind == "preference" for document in documents):
+        raise ValueError(
+            f"{part.wanted} has pairs of answers, which a run with a section dpo holds out itself: leave --data out "
+            "for it, or name files with one answer to each prompt"
+        )
     encoder = Encoder(tokenizer, data, None)
     ids: list[Ids] = []
     size = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,13 +9,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zeromesh.apps.evaluate.scoring import Row, Scorer, continuation_row
+from zeromesh.apps.train.data.text_formats import (
+    INDEXED,
+    TABLES,
+    Document,
+    format_of,
+    placed,
+    portions,
+    read_portion,
+)
 from zeromesh.apps.train.data.tokenizer import TextTokenizer
 from zeromesh.base.words import show
 
-LINES, TABLES = (".jsonl", ".ndjson"), {".csv": ",", ".tsv": "\t"}
-FORMATS = (
-    'JSON lines (.jsonl) of {"question": ..., "choices": [...], "answer": ...}, or a table (.csv, .tsv) with the '
-    "columns question, answer and one for each choice (A, B, C, ...)"
+WANTED = (
+    'records of {"question": ..., "choices": [...], "answer": ...} (.jsonl, .json, .parquet), or a table (.csv, .tsv) '
+    "with the columns question, answer and one for each choice (A, B, C, ...)"
 )
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -31,63 +38,41 @@ class Question(NamedTuple):
 
 def read_questions(path: Path) -> list[Question]:
     """Return the questions of a file; raise ValueError with the place of a wrong one."""
-    if not path.is_file():
-        raise ValueError(f"--choices = {str(path)!r} is no file; name {FORMATS}")
-    ending = path.suffix.lower()
-    if ending not in (*LINES, *TABLES):
-        raise ValueError(f"--choices = {str(path)!r} must be {FORMATS}")
+    document = Document(path.name, path)
+    if not document.size:
+        raise ValueError(f"--choices = {str(path)!r} {'is empty' if path.is_file() else 'is no file'}; name {WANTED}")
+    if (form := format_of(document)) in ("", INDEXED):
+        raise ValueError(f"--choices = {str(path)!r} must be {WANTED}")
     questions = []
-    for number, record in _records(path, ending):
-        try:
-            questions.append(_question(record))
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from None
+    for portion in portions(document):
+        for number, record in read_portion(portion):
+            with placed(portion, number):
+                questions.append(_question(record, form in TABLES))
     if not questions:
-        raise ValueError(f"--choices = {str(path)!r} has no question; it must be {FORMATS}")
+        raise ValueError(f"--choices = {str(path)!r} has no question; it must be {WANTED}")
     return questions
 
 
-def _records(path: Path, ending: str) -> Iterator[tuple[int, Any]]:
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            if ending in LINES:
-                for number, line in enumerate(file, start=1):
-                    if line.strip():
-                        yield number, _parsed(path, number, line)
-                return
-            reader = csv.DictReader(file, delimiter=TABLES[ending], strict=True)
-            try:
-                for row in reader:
-                    yield reader.line_num, {(key or "").strip(): value for key, value in row.items() if value}
-            except csv.Error as error:
-                raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--choices = {str(path)!r} is not UTF-8 ({error}); convert the file") from None
-
-
-def _parsed(path: Path, number: int, line: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}, line {number}: is not JSON ({error}); each line is one object") from None
-
-
-def _question(record: Any) -> Question:
+def _question(record: Any, is_row: bool) -> Question:
     if not isinstance(record, Mapping):
         raise ValueError(f"is {show(record)}, and must be an object with the keys question, choices and answer")
-    choices, labels = _choices(record)
-    key = next((key for key in ("answer", "answerKey", "label") if key in record), None)
-    missing = [name for name, there in (("question", "question" in record), ("answer", key is not None)) if not there]
+    # Questions of a table may have fewer choices than it has columns for them.
+    values = {name.lower(): value for name, value in record.items() if value != "" or not is_row}
+    choices, labels = _choices(values)
+    key = next((key for key in ("answer", "answerkey", "label") if key in values), None)
+    missing = [name for name, there in (("question", "question" in values), ("answer", key is not None)) if not there]
     if missing or not choices:
         wanted = ", ".join(map(repr, [*missing, *([] if choices else ["choices"])]))
-        raise ValueError(f"has the keys {list(record)} and lacks {wanted}; a record is {FORMATS}")
+        raise ValueError(f"has the keys {list(record)} and lacks {wanted}; a file has {WANTED}")
     assert key is not None
-    text = record["question"]
+    text = values["question"]
     if not isinstance(text, str) or not all(isinstance(choice, str) and choice for choice in choices):
         raise ValueError("question and choices must be text, and no choice empty")
+    if any("\ud800" <= character <= "\udfff" for character in "".join([text, *choices])):
+        raise ValueError("question has half of a surrogate pair, which is no character")
     if len(choices) < 2:
         raise ValueError(f"has one choice, {show(choices[0])}; a question has at least two")
-    return Question(text, tuple(choices), _answer(record[key], choices, labels))
+    return Question(text, tuple(choices), _answer(values[key], choices, labels))
 
 
 def _choices(record: Mapping[str, Any]) -> tuple[Sequence[Any], Sequence[str]]:
@@ -112,6 +97,8 @@ def _choices(record: Mapping[str, Any]) -> tuple[Sequence[Any], Sequence[str]]:
 
 def _answer(answer: Any, choices: Sequence[str], labels: Sequence[str]) -> int:
     """Return the place of the right choice, which is named by its text, its label or its place."""
+    if isinstance(answer, int) and str(answer) in labels:  # of choices that the file numbers
+        answer = str(answer)
     if isinstance(answer, str):
         # The text comes first: choices may be numbers, and answers are their text then.
         for names in (choices, labels[: len(choices)], [label.lower() for label in labels[: len(choices)]]):

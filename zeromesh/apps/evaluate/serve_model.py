@@ -11,6 +11,8 @@ from pathlib import Path
 from zeromesh.apps.evaluate.evaluated_model import EvaluatedModel
 from zeromesh.apps.train.export_run import export_files
 from zeromesh.apps.train.screen import make_console
+from zeromesh.checkpoint.checkpoint_folder import locate
+from zeromesh.checkpoint.manifest import MANIFEST
 from zeromesh.checkpoint.weights.export import ADAPTERS
 from zeromesh.checkpoint.weights.pretrained import is_model_id, model_folder
 
@@ -70,7 +72,9 @@ def served_folder(model: EvaluatedModel) -> Path:
         return folder.absolute()
     assert model.checkpoint is not None
     folder = (model.run.path / SERVED / model.checkpoint).absolute()
-    # The configuration comes last, so that a folder with it is whole.
-    if not (folder / "config.json").is_file():
+    # The configuration comes last, so that a folder with it is whole. A tag such as best may name another one later.
+    written, saved = folder / "config.json", locate(model.run.checkpoints, model.checkpoint) / MANIFEST
+    if not written.is_file() or written.stat().st_mtime < saved.stat().st_mtime:
+        shutil.rmtree(folder, ignore_errors=True)
         export_files(model.path, folder, model.checkpoint, merge=model.run.settings().lora is not None)
     return folder

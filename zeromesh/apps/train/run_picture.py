@@ -53,7 +53,7 @@ def write_run_page(run: Path, live: bool = False) -> Path:
     parts = [
         heading(run.absolute().name, _subtitle(settings, report, steps, live)),
         tiles(_figures(records, attempts)),
-        charts_html(charts(attempts[-MOST_ATTEMPTS:], records, times)),
+        charts_html(charts(attempts[-MOST_ATTEMPTS:], records, times, _loss_unit(settings, report))),
         *([table("Summary", summary(report))] if report is not None else []),
         *([texts("Samples", report["samples"])] if report is not None and report["samples"] else []),
     ]
@@ -76,7 +76,8 @@ def watch(run: Path) -> Iterator[Path]:
                 yield write_run_page(run, live=True)
             time.sleep(RELOAD)
     except KeyboardInterrupt:
-        write_run_page(run)  # a page that nobody writes again must not reload itself
+        if written:
+            write_run_page(run)  # a page that nobody writes again must not reload itself
         raise
     yield write_run_page(run)
 
@@ -88,6 +89,12 @@ def _report(path: Path) -> dict[str, Any] | None:
         summary(report)
         return report
     return None
+
+
+def _loss_unit(settings: ResolvedTrainSettings | None, report: Mapping[str, Any] | None) -> str:
+    if report is not None:
+        return str(report["loss_unit"])
+    return "nats per token" if settings is None or settings.dpo is None else "nats per pair"
 
 
 def _subtitle(
@@ -137,7 +144,10 @@ def _figures(records: Sequence[Mapping[str, Any]], attempts: Sequence[Attempt]) 
 
 
 def charts(
-    attempts: Sequence[Attempt], records: Sequence[dict[str, Any]], times: Sequence[dict[str, Any]]
+    attempts: Sequence[Attempt],
+    records: Sequence[dict[str, Any]],
+    times: Sequence[dict[str, Any]],
+    loss_unit: str = "nats per token",
 ) -> Iterator[Chart]:
     """Yield the charts of a run."""
     by_kind: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -146,7 +156,7 @@ def charts(
     spikes = [record["step"] for record in by_kind["spike"]]
     losses = {"training": by_kind["train"], "held out": by_kind["validation"]}
     curves = {name: _points(rows, "loss") for name, rows in losses.items() if rows}
-    yield Curves("loss, nats per token", curves, points=frozenset({"held out"}), marks=spikes, mark="spike")
+    yield Curves(f"loss, {loss_unit}", curves, points=frozenset({"held out"}), marks=spikes, mark="spike")
     for key, title, unit in (
         ("tokens_per_second", "speed, tokens per second", "tok/s"),
         ("utilization", "MFU, %", "%"),

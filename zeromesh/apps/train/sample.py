@@ -79,6 +79,10 @@ def load_writer(folder: RunFolder) -> TextWriter:
     if not folder.config.is_file():
         raise ValueError(f"{str(folder.path)!r} holds no run; name the folder that run.output named in training")
     if not folder.has_finished:
+        if not folder.metrics.is_file():
+            raise ValueError(
+                f"{str(folder.path)!r} holds a model, and no run; talk with it by zeromesh chat {folder.path}"
+            )
         raise ValueError(
             f"the run in {str(folder.path)!r} has no weights in {folder.model.name}: it has not finished; "
             "continue it with zeromesh train CONFIG --resume"

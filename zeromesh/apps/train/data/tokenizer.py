@@ -226,6 +226,14 @@ def _of_folder(folder: Path) -> TextTokenizer:
         encodings = tokenizer(list(texts), return_attention_mask=False, **options)["input_ids"]
         return [np.array(ids, dtype=np.int64) for ids in encodings]
 
+    def prompt(messages: Sequence[Message]) -> Ids:
+        try:
+            return _render_ids(tokenizer, messages, True)
+        except ValueError:
+            raise
+        except Exception as error:  # templates may raise any type
+            raise ValueError(f"the tokenizer's chat template refuses the messages: {error}") from error
+
     def save(target: Path) -> None:
         tokenizer.save_pretrained(str(target))
 
@@ -240,7 +248,7 @@ def _of_folder(folder: Path) -> TextTokenizer:
             tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         ),
         chat=lambda messages, tools: _render(tokenizer, messages, tools),
-        prompt=lambda messages: _render_ids(tokenizer, messages, True),
+        prompt=prompt,
         save=save,
     )
 
