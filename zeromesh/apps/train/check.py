@@ -97,14 +97,9 @@ class Job:
         return replace(self, settings=settings, language=language_model(settings), data=data)
 
     @property
-    def rows_per_sample(self) -> int:
-        """Rows that the model computes for a sample: one, or one for each answer."""
-        return 1 if self.settings.dpo is None else 2
-
-    @property
     def tokens_per_sample(self) -> int:
         """Tokens that the model computes for a sample."""
-        return self.rows_per_sample * self.language.sequence_length
+        return self.settings.rows_per_sample * self.language.sequence_length
 
     @property
     def steps(self) -> int:
