@@ -165,6 +165,12 @@ def resolved_settings(job: Job) -> ResolvedTrainSettings:
     return job.settings.resolve(sizes["replicate"] * sizes["data"], sizes, elastic=may_restart())
 
 
+def try_schedule(job: Job) -> None:
+    """Raise ValueError if a run in epochs, whose updates are counted now, is too short for its schedule."""
+    if job.settings.scheduler is not None:
+        try_out(build_model(job), resolved_settings(job), _mesh(job))
+
+
 def build_model(job: Job) -> nn.Module:
     """Return the model without memory; raise ValueError if its sizes do not fit together."""
     shape, wanted = job.settings.model, job.data.vocabulary_size
