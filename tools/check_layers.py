@@ -84,6 +84,7 @@ REACHED = (
     "comm.failure",
     "comm.rank",
     "config.batch_sizes",
+    "config.document",
     "config.errors",
     "config.printing",
     "config.refusals",

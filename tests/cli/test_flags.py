@@ -94,6 +94,7 @@ ROWS = [
         ("--lora", "--lora", "LoRA adapts weights that are trained"),
         ("--output", "--output runs/mine", "output: runs/mine"),
         ("--file", "--file {out}2.yaml", r"wrote OUT2\.yaml"),
+        ("--set", "--set run.steps=0", "run.steps"),
     ),
     Row("init", "--force", "tiny python-stdlib --file {existing}", "--force", "wrote"),
     *real(

@@ -190,3 +190,33 @@ def test_other_files_in_a_folder_are_left_out_by_name_or_refused(tmp_path: Path,
 @pytest.mark.parametrize("name", ["data/a.csv", "data/a.xlsx", "data/A.HTML", "data/a.tsv"])
 def test_a_missing_file_is_no_data_set_of_the_hub(name: str) -> None:
     assert not is_dataset_id(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.csv", "prompt,response\ra,b\rc,d\r", "a.csv, line 1: has line ends of old Macs .*: tr "),
+        ("a.csv", "prompt,response\n", "a.csv has no rows below the header; add rows; if the first row is no header"),
+        ("a.txt", "prompt;response\na;b\n", r"begins with the header of a table \(prompt, response\).* end in .csv"),
+        ("rows", '"Question","Answer"\na,b\n', "begins with the header of a table"),
+    ],
+)
+def test_tables_that_cannot_be_read_get_the_remedy(tmp_path: Path, name: str, text: str, expected: str) -> None:
+    (tmp_path / name).write_text(text, newline="")
+    with pytest.raises(ValueError, match=expected):
+        pairs_of(tmp_path / name)
+
+
+def test_blank_lines_and_columns_without_a_name_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("\n\nprompt,response,,\n" + "a,b,,\n" * 3)
+    assert pairs_of(path) == [("a", "b")] * 3
+    path.write_text("\n\nprompt,response,,\na,b,,\nc\n")
+    with pytest.raises(ValueError, match="a.csv, line 5: has 1 field"):
+        pairs_of(path)
+
+
+def test_the_log_says_which_answer_is_preferred(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    prepare(data(table(tmp_path / "a.csv", ["prompt", "chosen", "rejected"], [("a", "b", "c")] * 4)), tmp_path / "run")
+    assert "a.csv: 'prompt' -> 'chosen' rather than 'rejected'" in caplog.text

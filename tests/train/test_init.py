@@ -152,3 +152,27 @@ def test_arguments_in_a_wrong_place_are_told(folder: Path, arguments: tuple[str,
     result = call(*arguments)
     assert result.exit_code == 2, result.output
     assert expected in result.output
+
+
+def test_keys_of_the_command_line_say_how_the_data_is_read_and_how_long_the_run_is(folder: Path) -> None:
+    Path("towns.csv").write_text("id,city,country\n" + "1,Paris,France\n" * 40)
+    result = call("train", "tiny", "towns.csv")
+    assert result.exit_code == 2
+    assert "--set data.prompt_key=COLUMN" in result.output
+    changes = ["data.prompt_key=city", "data.response_key=country", "run.epochs=2"]
+    result = call(
+        "init", "tiny", "towns.csv", "--file", "a.yaml", *(word for each in changes for word in ("--set", each))
+    )
+    assert result.exit_code == 0, result.output
+    written = read_object(folder / "a.yaml")
+    assert configuration_of("tiny", "towns.csv", changes) == written
+    assert written["data"]["prompt_key"] == "city"
+    assert written["run"]["epochs"] == 2
+    assert "steps" not in written["run"]
+    TrainSettings.load(configuration_of("tiny", "towns.csv", changes), changes)
+
+
+def test_a_size_with_a_typo_and_no_data_is_told(folder: Path) -> None:
+    result = call("train", "tny")
+    assert result.exit_code == 2
+    assert "did you mean the model tiny? Name the data, too: zeromesh train tiny DATA" in result.output

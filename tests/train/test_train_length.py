@@ -151,3 +151,13 @@ def test_the_best_checkpoint_is_exported_by_its_tag(corpus: Path, tmp_path: Path
     result = call("export", tmp_path / "run", tmp_path / "model", "--tag", BEST)
     assert result.exit_code == 0, result.output
     assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+def test_a_schedule_that_is_longer_than_the_epochs_is_refused_before_a_rank_starts(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zeromesh.apps.train.train_run.launch", lambda *arguments: pytest.fail("started"))
+    wsd = 'scheduler={"type": "WSD", "params": {"warmup_num_steps": 4000, "decay_num_steps": 4000}}'
+    result = call("train", config(corpus, tmp_path, epochs=0.1), "--set", wsd)
+    assert result.exit_code == 2
+    assert "WSD's warmup_num_steps 4000 and decay_num_steps 4000" in result.output

@@ -293,6 +293,11 @@ class Settings(Section):
         return False
 
     @property
+    def rows_per_sample(self) -> int:
+        """Rows that the model is given for each sample."""
+        return 1
+
+    @property
     def row(self) -> PlacementRow:
         """Placement of each state. The mesh, not the row, says in how large groups they are sharded."""
         zero = self.zero_optimization

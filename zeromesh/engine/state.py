@@ -126,7 +126,8 @@ def _computation(placing: Placing, observer: Observer) -> Computation:
         report = reports.memory(sharded, optimizer, activations, before)
         return reports.explain(report, sharded, optimizer, settings)
 
-    sizes = MicroBatchSizes(settings.train_micro_batch_size_per_gpu, plan.says_batch and plan.mesh.rank == 0)
+    rows = settings.train_micro_batch_size_per_gpu * settings.rows_per_sample
+    sizes = MicroBatchSizes(rows, plan.says_batch and plan.mesh.rank == 0)
     chosen = settings.curriculum_learning
     lengths = LengthCurriculum(chosen, plan.model) if chosen.enabled else None
     return Computation(sharded, settings.precision, observer, plan.arguments.loss_fn, sizes, explain, lengths)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +30,9 @@ def init(
     file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="File to write; MODEL-DATA.yaml if left out.")
     ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a key, as in data.prompt_key=question.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
 ) -> None:
     """Write a configuration for zeromesh train, and show the command that uses it."""
@@ -43,14 +46,14 @@ def init(
                     f"name the model and the data: zeromesh init MODEL DATA. MODEL is {starting.MODEL_FORMS}. "
                     f"DATA is {starting.DATA_FORMS}"
                 )
-            model, data, device, lora, output = _ask(model, data, device, lora, output)
-        start = starting.start_of(model, data, device, lora, output)
+            model, data, device, lora, output = _ask(model, data, device, lora, output, overrides or ())
+        start = starting.start_of(model, data, device, lora, output, overrides or ())
         path = file or Path(f"{Path(start.output).name}.yaml")
         if path.suffix not in (".yaml", ".yml"):
             raise ValueError(f"--file = {str(path)!r} must end in .yaml, since JSON has no comments")
         if path.exists() and not force and not (is_terminal() and typer.confirm(f"{path} exists; overwrite it?")):
             raise ValueError(f"{str(path)!r} exists and is not overwritten; choose another --file, or pass --force")
-        document = starting.document_of(start)
+        document = starting.overridden(starting.document_of(start), overrides or ())
         TrainSettings.load(document)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(
@@ -68,7 +71,12 @@ def is_terminal() -> bool:
 
 
 def _ask(
-    model: str | None, data: str | None, device: str | None, lora: bool | None, output: str
+    model: str | None,
+    data: str | None,
+    device: str | None,
+    lora: bool | None,
+    output: str,
+    overrides: Sequence[str],
 ) -> tuple[str, str, str | None, bool | None, str]:
     """Ask for what is not given, and again after a wrong answer."""
     from zeromesh.apps.train import starting_config as starting
@@ -76,13 +84,18 @@ def _ask(
     typer.echo(f"MODEL is {starting.MODEL_FORMS}.\nDATA is {starting.DATA_FORMS}.")
     chosen = _answer("model", "tiny", starting.model_named, model)
     source = _answer(
-        "data", "python-stdlib" if chosen.size else None, lambda text: starting.data_named(text, chosen), data
+        "data",
+        "python-stdlib" if chosen.size else None,
+        lambda text: starting.data_named(text, chosen, overrides),
+        data,
     )
     place = _answer("device (cpu, gpu)", starting.device_named(None).kind, starting.device_named, device)
     if lora is None and chosen.has_weights:
-        default = "lora" if starting.start_of(chosen.name, source.source, place.kind).lora else "full"
+        default = (
+            "lora" if starting.start_of(chosen.name, source.source, place.kind, overrides=overrides).lora else "full"
+        )
         lora = _answer("train adapters or all weights (lora, full)", default, _method, None)
-    start = starting.start_of(chosen.name, source.source, place.kind, lora, output)
+    start = starting.start_of(chosen.name, source.source, place.kind, lora, output, overrides)
     output = output or typer.prompt("folder of the run", default=start.output)
     return chosen.name, source.source, place.kind, lora, output
 

@@ -47,7 +47,7 @@ def train(
         if data is not None or config.suffix.lower() not in CONFIGURATIONS:  # a file needs no torch to be looked at
             from zeromesh.apps.train.starting_config import configuration_of
 
-            source = configuration_of(str(config), data)
+            source = configuration_of(str(config), data, overrides or [])
         else:
             check_settings(config, overrides or ())
         from zeromesh.apps.train.train_run import train as run

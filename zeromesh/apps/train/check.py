@@ -97,14 +97,9 @@ class Job:
         return replace(self, settings=settings, language=language_model(settings), data=data)
 
     @property
-    def rows_per_sample(self) -> int:
-        """Rows that the model computes for a sample: one, or one for each answer."""
-        return 1 if self.settings.dpo is None else 2
-
-    @property
     def tokens_per_sample(self) -> int:
         """Tokens that the model computes for a sample."""
-        return self.rows_per_sample * self.language.sequence_length
+        return self.settings.rows_per_sample * self.language.sequence_length
 
     @property
     def steps(self) -> int:
@@ -168,6 +163,12 @@ def resolved_settings(job: Job) -> ResolvedTrainSettings:
     """Return the settings with the sizes that follow from the number of ranks."""
     sizes = _mesh(job)
     return job.settings.resolve(sizes["replicate"] * sizes["data"], sizes, elastic=may_restart())
+
+
+def try_schedule(job: Job) -> None:
+    """Raise ValueError if a run in epochs, whose updates are counted now, is too short for its schedule."""
+    if job.settings.scheduler is not None:
+        try_out(build_model(job), resolved_settings(job), _mesh(job))
 
 
 def build_model(job: Job) -> nn.Module:

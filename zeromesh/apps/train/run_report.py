@@ -53,7 +53,7 @@ def close(loop: Loop, began: float, start: Progress, reached: Progress, console:
         rows = engine.train_micro_batch_size_per_gpu()
         # From a model that no engine has changed; the other ranks do not wait for it.
         prediction = engine.prediction_report(
-            job.language.build, *job.language.example(rows * job.rows_per_sample), memory=memory
+            job.language.build, *job.language.example(rows * job.settings.rows_per_sample), memory=memory
         )
     samples = _samples(job)
     report: Report = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 from zeromesh.apps.train.data.hub_datasets import is_dataset_id
 from zeromesh.apps.train.data.sources import Part, find_documents, look
 from zeromesh.apps.train.screen import is_first, write
-from zeromesh.apps.train.train_settings import TextData
+from zeromesh.apps.train.train_settings import TrainSettings
 from zeromesh.base.files import read_text
 from zeromesh.base.words import bytes_text, counted, nearest, scaled_text
 from zeromesh.checkpoint.weights.pretrained import is_model_id, model_folder
+from zeromesh.config.document import whole_document
 
 
 class Size(NamedTuple):
@@ -36,6 +37,7 @@ SIZES = {
     "medium": Size(768, 12, 12, 1024, 6e-4, 20_000),
 }
 DEVICES = ("cpu", "gpu")
+LENGTHS = {"steps", "epochs"}  # keys of run, of which a configuration has one
 
 RATES = ((50e6, 1e-3, 2e-3), (1e9, 5e-5, 3e-4), (float("inf"), 1e-5, 2e-4))
 """Learning rates of models of up to so many parameters: of all weights, and of adapters."""
@@ -107,8 +109,13 @@ class Start:
     output: str
 
 
-def configuration_of(source: str, data: str | None) -> Path | dict[str, Any]:
+def configuration_of(source: str, data: str | None, overrides: Sequence[str] = ()) -> Path | dict[str, Any]:
     """Return the configuration that ``zeromesh train`` is given, or that of a model and data; tell which.
+
+    Args:
+        source: the path of a configuration, or a model.
+        data: data of the model; None for a configuration.
+        overrides: changes as in ``Settings.load``, which say how the data is read; a length replaces the default one.
 
     Raises:
         ValueError: the two arguments are no model and no data, or one of them alone is no configuration.
@@ -124,14 +131,27 @@ def configuration_of(source: str, data: str | None) -> Path | dict[str, Any]:
             raise ValueError(
                 f"{source!r} is data; name the model first: zeromesh train MODEL {source}; MODEL is {MODEL_FORMS}"
             )
+        if not path.exists() and (close := nearest(source, SIZES)):
+            raise ValueError(
+                f"{source!r} is no file; did you mean the model {close}? Name the data, too: zeromesh train {close} "
+                f"DATA; DATA is {DATA_FORMS}"
+            )
         return path
-    start = start_of(source, data)
+    start = start_of(source, data, overrides=overrides)
     if is_first():
         write(
             f"no configuration file: {summary_of(start)}; `zeromesh init {shlex.join([source, data])}` writes the "
             "configuration, and --set KEY=VALUE changes a key\n"
         )
-    return document_of(start)
+    return overridden(document_of(start), overrides)
+
+
+def overridden(document: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return a configuration of ``document_of`` with overrides in place; their length of the run replaces its own."""
+    run = whole_document({}, overrides).get("run")
+    if isinstance(run, dict) and LENGTHS & run.keys():
+        document = {**document, "run": {key: value for key, value in document["run"].items() if key not in LENGTHS}}
+    return whole_document(document, overrides)
 
 
 def model_named(name: str) -> Model:
@@ -176,7 +196,7 @@ def _first(config: Mapping[str, Any], *keys: str, default: Any = None) -> Any:
     return value
 
 
-def data_named(source: str, model: Model) -> Data:
+def data_named(source: str, model: Model, overrides: Sequence[str] = ()) -> Data:
     """Return the data of a name, after a look at its first record; raise ValueError if it cannot be read."""
     if (Path(source).expanduser() / "config.json").is_file() and not model.size:
         raise ValueError(f"{source!r} is the folder of a model, and DATA is {DATA_FORMS}; the order is MODEL DATA")
@@ -184,7 +204,10 @@ def data_named(source: str, model: Model) -> Data:
         return Data(source, None, None)
     documents = find_documents([source], ())
     part = Part("train0", f"data.train = {source!r}", (tuple(documents[:8]),), 0.0)
-    kind = look(TextData(train=(source,)), part, [])[0].kind
+    chosen = [override for override in overrides if override.partition(".")[0].strip() == "data"]
+    data = TrainSettings.load({"data": {"train": source}}, chosen, tells=False).data
+    assert data is not None
+    kind = look(data, part, [])[0].kind
     if kind == "chat" and model.size:
         raise ValueError(
             f"{source!r} has chats, which need a model with a tokenizer and a chat template, and {model.name!r} is "
@@ -218,14 +241,21 @@ def device_named(kind: str | None) -> TrainDevice:
     )
 
 
-def start_of(model: str, data: str, device: str | None = None, lora: bool | None = None, output: str = "") -> Start:
+def start_of(
+    model: str,
+    data: str,
+    device: str | None = None,
+    lora: bool | None = None,
+    output: str = "",
+    overrides: Sequence[str] = (),
+) -> Start:
     """Return the answers of a command line, with defaults for those that are None; raise ValueError for a wrong one."""
     chosen = model_named(model)
     if lora and not chosen.has_weights:
         raise ValueError(
             f"LoRA adapts weights that are trained already, and {model!r} has none; train all of them with --full"
         )
-    source, place = data_named(data, chosen), device_named(device)
+    source, place = data_named(data, chosen, overrides), device_named(device)
     if lora is None:
         bytes_of_all = LAYOUTS[2][2](place.count) * chosen.parameters
         lora = chosen.has_weights and bytes_of_all > STATES * place.bytes

@@ -15,7 +15,7 @@ from rich.console import Console
 import zeromesh
 from zeromesh import Engine, init_distributed, launch
 from zeromesh.apps.train.best_loss import BestLoss
-from zeromesh.apps.train.check import Job, check, prepare_text, require_unchanged, resolved_settings
+from zeromesh.apps.train.check import Job, check, prepare_text, require_unchanged, resolved_settings, try_schedule
 from zeromesh.apps.train.data.ordered_loader import Share, training_batches
 from zeromesh.apps.train.data.token_store import PreparedData
 from zeromesh.apps.train.goodput import TimeLog
@@ -95,6 +95,7 @@ def _prepare(job: Job, console: Console) -> None:
         if job.run.resume:
             require_unchanged(job.folder, resolved_settings(job))
         console.print(f"run.epochs = {epochs:g} takes {counted(job.steps, 'step')}")
+        try_schedule(job)
 
 
 def _how_to_go_on(job: Job) -> str:

@@ -307,6 +307,11 @@ class TrainSettings(Settings):
         """True for a run of ``zeromesh train``, whose report has the times of all updates."""
         return self.run is not None
 
+    @property
+    def rows_per_sample(self) -> int:
+        """Two for DPO, one for each answer."""
+        return 1 if self.dpo is None else 2
+
 
 class ResolvedTrainSettings(Resolved, TrainSettings):
     """The same in which nothing depends on the number of ranks any more."""

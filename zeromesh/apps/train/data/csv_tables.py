@@ -6,7 +6,6 @@ import csv
 import sys
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 from zeromesh.base.words import counted, some
 
 DELIMITERS = ",;\t|"
+WITHOUT_HEADER = '; if the first row is no header, name the columns: --set data.columns=\'["prompt", "completion"]\''
 
 
 class CsvTable(NamedTuple):
@@ -30,7 +30,7 @@ def table_of(path: Path, columns: tuple[str, ...]) -> CsvTable:
     The delimiter is the one that gives the first row most fields; a comma, or the tab of a ``.tsv``, if several do.
 
     Raises:
-        ValueError: the first row is not UTF-8, or has a name twice.
+        ValueError: the first row is not UTF-8, cannot be read, or has a name twice.
     """
     return _read_header(path, columns, path.stat().st_mtime_ns)
 
@@ -41,28 +41,42 @@ def _read_header(path: Path, columns: tuple[str, ...], changed: int) -> CsvTable
     preferred = "\t" if path.name.lower().endswith(".tsv") else ","
     rows: dict[str, list[str]] = {}
     starts: dict[str, int] = {}
+    problem: csv.Error | None = None
     for delimiter in (preferred, *DELIMITERS.replace(preferred, "")):
-        with path.open("rb") as file, suppress(csv.Error):  # of quotes in the middle of a field with this delimiter
+        with path.open("rb") as file:
             read = list[bytes]()
             try:
-                rows[delimiter] = next(csv.reader(_decoded(file, read), delimiter=delimiter, strict=True), [])
+                reader = csv.reader(_decoded(file, read), delimiter=delimiter, strict=True)
+                rows[delimiter] = next((row for row in reader if row), [])  # after blank lines
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path}, line 1: {not_utf8(error)}") from None
+            except csv.Error as error:  # of quotes in the middle of a field with this delimiter
+                problem = error
+                continue
             starts[delimiter] = sum(map(len, read))
-    delimiter = max(rows, key=lambda each: len(rows[each]), default=preferred)
-    first = rows.get(delimiter, [])
+    if not rows:
+        raise ValueError(f"{path}, line 1: {_no_row(problem)}")
+    delimiter = max(rows, key=lambda each: len(rows[each]))
+    first = rows[delimiter]
     spaced = any(name.startswith(" ") for name in first)
     options = {"delimiter": delimiter, "strict": True, "skipinitialspace": spaced}
     if columns:
         return CsvTable(columns, options, 0)
     names = tuple(name.strip() for name in first)
-    twice = next((name for name in names if names.count(name) > 1), None)
+    # Columns without a name are of spreadsheets, and are not read.
+    twice = next((name for name in names if name and names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(
-            f"{path}, line 1: two columns are named {twice!r}; give each a name of its own; if the first row is no "
-            'header, name the columns: --set data.columns=\'["prompt", "completion"]\''
+            f"{path}, line 1: two columns are named {twice!r}; give each a name of its own{WITHOUT_HEADER}"
         )
-    return CsvTable(names, options, starts.get(delimiter, 0))
+    return CsvTable(names, options, starts[delimiter])
+
+
+def header_of(head: bytes) -> tuple[str, ...]:
+    """Return the names in the first line of a file's first bytes, divided by the delimiter that gives most."""
+    line = head.removeprefix(BOM_UTF8).lstrip().partition(b"\n")[0].decode("utf-8", "replace")
+    split = max((line.split(delimiter) for delimiter in DELIMITERS), key=len)
+    return tuple(name.strip().strip('"') for name in split)
 
 
 def _decoded(file: Iterable[bytes], read: list[bytes]) -> Iterator[str]:
@@ -100,12 +114,19 @@ def row_ends(path: Path, table: CsvTable) -> Iterator[int]:
             yield path.stat().st_size
 
 
+def _no_row(error: csv.Error | None) -> str:
+    """Return what to do about a row that cannot be read."""
+    if "new-line character" in str(error):
+        return "has line ends of old Macs (CR alone); convert it: tr '\\r' '\\n' < FILE > NEW"
+    return f"is no row of a table ({error}); close quotes, and double those in a text"
+
+
 def next_row(reader: Iterator[list[str]], table: CsvTable) -> dict[str, str] | None:
     """Return the next row, without entries for a blank line; None at the end. Raise ValueError for a wrong one."""
     try:
         row = next(reader, None)
     except csv.Error as error:
-        raise ValueError(f"is no row of a table ({error}); close quotes, and double those in a text") from None
+        raise ValueError(_no_row(error)) from None
     if row and len(row) != len(table.columns):
         raise ValueError(
             f"has {counted(len(row), 'field')}, and the table has {counted(len(table.columns), 'column')} "

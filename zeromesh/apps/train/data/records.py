@@ -89,9 +89,14 @@ def describe_keys(data: TextData, name: str, record: Mapping[str, Any]) -> str:
     keys = [*KINDS[name].keys(data, record)]
     if name == "response" and (extra := _input_key(keys[0], record)):
         keys.insert(1, extra)
+    if name == "preference" and data.prompt_key in record and data.prompt_key not in keys:
+        keys.insert(0, data.prompt_key)  # of answers that do not repeat it
     rest = some([repr(key) for key in record if key not in (*keys, TOOLS, "system")])
-    read = " + ".join(map(repr, keys[:-1])) + " -> " if name == "response" else ""
-    return f"{read}{keys[-1]!r}" + (f"; not read: {rest}" if rest else "")
+    words = list(map(repr, keys))
+    if name == "preference":
+        words[-2:] = [f"{words[-2]} rather than {words[-1]}"]
+    read = f"{' + '.join(words[:-1])} -> " if len(words) > 1 else ""
+    return f"{read}{words[-1]}" + (f"; not read: {rest}" if rest else "")
 
 
 def read_record(data: TextData, name: str, record: Any) -> Any:

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from zeromesh.apps.train.data.csv_tables import WITHOUT_HEADER, header_of
 from zeromesh.apps.train.data.file_kinds import (
     AS_WRITTEN,
     GZIP,
@@ -42,6 +43,7 @@ from zeromesh.apps.train.data.text_formats import (
     read_portion,
 )
 from zeromesh.apps.train.train_settings import TextData
+from zeromesh.base.words import some
 from zeromesh.checkpoint.weights.pretrained import MAIN
 
 _log = logging.getLogger(__name__)
@@ -226,6 +228,9 @@ def look(data: TextData, part: Part, skipped: list[Document]) -> list[Document]:
     texts += [replace(document, raw=True) for document in markup]
     if not texts and not files:
         kinds = summary([document.path for document in part.documents if not is_special(document.path)])
+        tables = [document for document in part.documents if format_of(document) in TABLES and is_text(document)]
+        if tables and not kinds:
+            kinds = f"{names_of(tables)} has no rows below the header; add rows{WITHOUT_HEADER}"
         verb = "is" if len(part.documents) == 1 else "are"
         raise ValueError(
             f"there is no readable text in {part.wanted}: "
@@ -324,11 +329,7 @@ def _undecided(data: TextData, document: Document, record: Mapping[str, str]) ->
     """Return the error for a table whose columns do not say what is to be learned."""
     columns = ", ".join(map(repr, record))
     asked = f", and data.format = {data.format!r} needs others" if data.format else ""
-    header = (
-        ""
-        if document.columns
-        else '; if the first row is no header, name the columns: --set data.columns=\'["prompt", "completion"]\''
-    )
+    header = "" if document.columns else WITHOUT_HEADER
     return (
         f"the table has the columns {columns}{asked}; say what is to be learned: --set data.text_key=COLUMN, or --set "
         f"data.prompt_key=COLUMN --set data.response_key=COLUMN{header}; {AS_WRITTEN}"
@@ -351,10 +352,25 @@ def _require_one_kind(part: Part, texts: Sequence[Document], files: Sequence[Doc
         )
 
 
+def _kind_or_none(data: TextData, record: Mapping[str, Any]) -> str | None:
+    try:
+        return kind_of(data, record)
+    except ValueError:
+        return None
+
+
 def _require_no_records(data: TextData, document: Document) -> None:
-    """Refuse JSON records in a file that is named itself and ends as plain text does."""
+    """Refuse records and tables in a file that is named itself and ends as plain text does."""
     # The model would learn quotes and brackets.
-    if document.raw or not document.named or not head_of(document.path).lstrip().startswith((b"{", b"[")):
+    if document.raw or not document.named:
+        return
+    names = header_of(head_of(document.path))
+    if len(names) > 1 and _kind_or_none(data, dict.fromkeys(names)) not in (None, "text"):
+        raise ValueError(
+            f"{document.path} begins with the header of a table ({some(names)}), and its name ends like that of plain "
+            f"text; let it end in .csv; {AS_WRITTEN}"
+        )
+    if not head_of(document.path).lstrip().startswith((b"{", b"[")):
         return
     with document.path.open("rb") as file:
         # The end of what was read may be half a character.
