@@ -265,8 +265,13 @@ def test_a_device_that_does_not_get_on_is_a_wait() -> None:
     wait = watched._wait()
     assert wait is not None
     assert (wait["what"], wait["number"]) == ("all_gather", 3)
+    assert not watched._is_overdue(watched._since + PATIENCE / 2), "it may be computing what has been queued"
+    assert watched._is_overdue(watched._since + PATIENCE)
     stream.through = True
     assert watched._wait() is None
+    with patch.object(watchdog, "_own_wait", lambda frame: "barrier"), patch.object(watchdog, "_calls", lambda: 1):
+        assert watched._wait()
+        assert not watched._is_overdue(watched._since + PATIENCE), "nothing is known of the program's own"
 
 
 def test_a_large_collective_is_given_the_time_of_a_slow_link() -> None:
