@@ -16,8 +16,8 @@ from torch import nn
 import zeromesh
 from harness import RankFailure, on_ranks, run_mpi_ranks, run_ranks, spawn_ranks
 from run import sgd, start_engine, train_step
+from zeromesh.comm import course, relay, signs, watchdog
 from zeromesh.comm import mesh as mesh_module
-from zeromesh.comm import relay, signs, watchdog
 from zeromesh.comm.collectives import Pending
 from zeromesh.comm.mesh import Mesh
 
@@ -265,8 +265,13 @@ def test_a_device_that_does_not_get_on_is_a_wait() -> None:
     wait = watched._wait()
     assert wait is not None
     assert (wait["what"], wait["number"]) == ("all_gather", 3)
+    assert not watched._is_overdue(watched._since + PATIENCE / 2), "it may be computing what has been queued"
+    assert watched._is_overdue(watched._since + PATIENCE)
     stream.through = True
     assert watched._wait() is None
+    with patch.object(watchdog, "_own_wait", lambda frame: "barrier"), patch.object(watchdog, "_calls", lambda: 1):
+        assert watched._wait()
+        assert not watched._is_overdue(watched._since + PATIENCE), "nothing is known of the program's own"
 
 
 def test_a_large_collective_is_given_the_time_of_a_slow_link() -> None:
@@ -300,6 +305,17 @@ def test_a_rank_that_waits_for_one_that_has_ended_ends(ranks: tuple[int, ...], h
         (said,) = end.call_args.args
         assert said.startswith("rank 0 ended after 4 updates; rank 1 waits in update 1 (parameters of unit 'a', at ")
         assert "Rank 1 has more batches, or goes on alone." in said
+
+
+def test_the_end_of_a_fork_is_not_that_of_its_rank() -> None:
+    rank, board = course.Course(), signs.Board(Store(), 0)
+    with patch.object(course.atexit, "register"), patch.object(course.sys, "excepthook", None):
+        rank.follow(board, lambda: None, 0)
+    with patch.object(os, "getpid", lambda: 1):
+        rank.leave()
+    assert board.over() == []
+    rank.leave()
+    assert [record["rank"] for record in board.over()] == [0]
 
 
 def test_ranks_in_different_collectives_end_and_say_which() -> None:

@@ -77,5 +77,7 @@ def test_a_fingerprint_depends_on_values_places_and_containers() -> None:
     numbers = [float(fingerprint(value, device)) for value in values]
     assert len(set(numbers)) == len(numbers)
     assert numbers == [float(fingerprint(value, device)) for value in values]
-    for nothing in (torch.empty(0), tokens.to_sparse(), torch.empty(2, device="meta"), "text"):
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided)
+    no_arrays = (torch.empty(0), torch.empty(2, device="meta"), torch.empty(2, dtype=torch.uint4), nested)
+    for nothing in (*no_arrays, tokens.to_sparse(), "text"):
         assert float(fingerprint(nothing, device)) == 0.0

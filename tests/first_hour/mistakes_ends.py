@@ -107,6 +107,18 @@ MISTAKES = [
         most_lines=30,
     ),
     Mistake(
+        "uneven loaders in forks of a notebook in which a cell has failed before",
+        """python -c "exec(open('train.py').read())" """,
+        ("RankFailure: rank 0 ended after 2 updates; rank 1 waits in update 3", BATCHES),
+        {
+            "train.py": "import sys\nsys.last_value = NameError('of a cell')\n"
+            + _function("for number in range(2 + rank): step(number)", _script("", stage=2)["train.py"])
+        },
+        status=1,
+        silent_about=("NameError",),
+        most_lines=30,
+    ),
+    Mistake(
         "a save on rank 0 alone, at the end",
         LAUNCH,
         (

@@ -77,6 +77,7 @@ class Course:
         self._board: Board | None = None
         self._store: Callable[[], Any] = lambda: None
         self._over = False  # this rank has left its record
+        self._process = os.getpid()
 
     def follow(self, board: Board, store: Callable[[], Any], rank: int) -> None:
         """Leave a record on the board when this process ends, and read those of others.
@@ -87,7 +88,7 @@ class Course:
             # Late, so that it comes first at the end: the links to other ranks must still be there.
             atexit.register(self.leave)
             sys.excepthook = partial(_show, sys.excepthook)
-        self._board, self._store, self.rank, self._over = board, store, rank, False
+        self._board, self._store, self.rank, self._over, self._process = board, store, rank, False, os.getpid()
 
     def reach(self, updates: int) -> None:
         """Note how many updates have been made."""
@@ -113,8 +114,8 @@ class Course:
 
     def leave(self, failure: str = "") -> None:
         """Leave the record of this process, which ends, with its failure if Python does not know it."""
-        if self._board is None or self._over:
-            return
+        if self._board is None or self._over or os.getpid() != self._process:
+            return  # a fork's end is not its parent's
         self._over, store = True, self._store()
         words: dict[str, Any] = {"rank": self.rank, "updates": self._updates, "at": time.time()}
         words |= {"how": "failed", "said": failure[:LONGEST]} if failure else _end_of_process()

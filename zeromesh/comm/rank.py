@@ -116,6 +116,7 @@ def run_function(call: Any) -> bytes:
         os.dup2(stream.fileno(), descriptor)
         setattr(sys, name, stream)
     _prepare()
+    vars(sys).pop("last_value", None)  # a fork of a notebook's has that of a cell before
     torch: Any = sys.modules.get("torch")
     try:
         if isinstance(call, bytes):

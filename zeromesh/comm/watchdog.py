@@ -132,9 +132,14 @@ class Watchdog:
         )
 
     def _is_overdue(self, now: float) -> bool:
-        """Return whether a collective of the engine takes a tick longer than its bytes could."""
-        begin = self._due - self._patience if self._what else self._since
-        return bool(self._what or self._stream is not None) and now >= begin + self._patience / TICKS
+        """Return whether a collective of the engine takes a tick longer than its bytes could.
+
+        What a device waits for may be computation instead, queued for many seconds: it is given the full patience.
+        """
+        if self._what:
+            return now >= self._due - self._patience + self._patience / TICKS
+        waits = self._event is not None and self._since == self._event_began  # else the program does, in its own
+        return waits and now >= self._since + self._patience
 
     def _end_without_peer(self) -> None:
         """End this rank if it waits for one that has ended: nccl and MPI do not notice that."""

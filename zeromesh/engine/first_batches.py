@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from math import isfinite
 from typing import Any
 
@@ -82,12 +83,12 @@ def fingerprint(value: Any, device: torch.device) -> torch.Tensor:
     """Return one float64 that depends on the numbers in nested tensors and, of a part of them, on their places."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for place, tensor in enumerate(map(torch.Tensor.detach, tensors_of(value))):
-        # Types of 8 bits have no sums; others are no plain arrays.
-        narrow = tensor.is_floating_point() and tensor.dtype.itemsize == 1
-        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or narrow or not tensor.numel():
+        if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
             continue
-        numbers = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-        sample = numbers.reshape(-1)[:: max(1, numbers.numel() // SAMPLED)].double()
-        weights = torch.arange(1, len(sample) + 1, dtype=torch.float64, device=tensor.device)
-        total = total + ((numbers.sum(dtype=torch.float64) + (sample * weights).sum()) * (place % 97 + 1)).to(device)
+        with suppress(RuntimeError, TypeError):  # types of 4 and 8 bits have no sums, nested tensors no places
+            numbers = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+            sample = numbers.reshape(-1)[:: max(1, numbers.numel() // SAMPLED)].double()
+            weights = torch.arange(1, len(sample) + 1, dtype=torch.float64, device=tensor.device)
+            number = numbers.sum(dtype=torch.float64) + (sample * weights).sum()
+            total = total + (number * (place % 97 + 1)).to(device)
     return total
