@@ -54,5 +54,6 @@ def test_measured_figures_are_on_the_page_that_is_named(recipe: Recipe) -> None:
 def test_the_layout_of_a_recipe_fits_its_machine(recipe: Recipe) -> None:
     answer = recipe.plan()
     assert answer["fits"], answer["lacks"]
+    assert not answer["tight"]
     assert answer["seconds"] > 0
     assert Path(PAGE).read_text().count(answer["layout"]) >= 1

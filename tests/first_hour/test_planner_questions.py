@@ -120,7 +120,7 @@ QUESTIONS = [
         needs=(),
     ),
     Question("Can I train BERT?", "bert-base --gpu t4 --gpus 1", ("sequences of 512 tokens",), on_device),
-    Question("And ViT?", "vit-base --gpu rtx-4090 --gpus 1", ("32 a device",), on_device),
+    Question("And ViT?", "vit-base --gpu rtx-4090 --gpus 1", ("32 for each device",), on_device),
     Question("And ResNet?", "resnet-50 --gpu rtx-4090 --gpus 1", (), on_device),
     # 16 bytes for 2.57 x 10^9 parameters are 41 GB.
     Question(

@@ -1,13 +1,16 @@
 """Calibration of times by measured steps, and layouts that are safe or tight."""
 
+import re
 from dataclasses import replace
 from io import StringIO
+from math import inf
 from statistics import median
 
 import pytest
 from rich.console import Console
 
 from planning import GB, Plain, machine, memory, time
+from zeromesh.apps.plan.choose.answer import PlanAnswer, moment_text, sentences
 from zeromesh.apps.plan.choose.certainty import interval_text, mfu_text, tight_text
 from zeromesh.apps.plan.choose.judge import judge
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
@@ -75,7 +78,7 @@ def test_eight_billion_parameters_on_eight_h100_are_as_fast_as_published_framewo
     assert best is not None
     low, high = best.mfu_interval
     assert low < 0.36 < best.mfu < 0.50 < high  # torchtitan's 33 to 39 %, and ZeroMesh's 50 % on one H200
-    assert "measured steps on h100" in interval_text(best.time)
+    assert re.search(r"\(likely .* to .* s, from \d+ measured steps on H100 and H200\)$", interval_text(best.time))
     assert mfu_text(best).endswith(f"{100 * low:.0f}-{100 * high:.0f}")
 
 
@@ -129,3 +132,30 @@ def test_a_search_shows_a_bar_on_a_terminal_alone() -> None:
             bar.told("computing layouts", 5, 20)
         assert isinstance(console.file, StringIO)
         assert ("computing layouts" in console.file.getvalue()) is is_terminal
+
+
+def test_a_tight_layout_is_listed_beside_a_safe_one_of_its_kind_only_if_it_is_faster() -> None:
+    request = PlanRequest(TransformerCost(shape_named("1.3b")), cluster("rtx-3090", 2), 16, 2048)
+    result = search(request)
+    safe = {layout.kind: layout.time.seconds for layout in result.shown if not layout.tight}
+    tight = [layout for layout in result.shown if layout.tight]
+    assert tight
+    assert all(layout.time.seconds * 1.02 < safe.get(layout.kind, inf) for layout in tight)
+
+
+def test_a_faster_tight_layout_is_not_called_equally_fast() -> None:
+    request = PlanRequest(Plain(4), machine(1, 4, memory=6 * GB), 4, 2048, memory=memory, time=time)
+    result = search(request)
+    best = result.shown[0]
+    seconds = replace(best.time, seconds=best.time.seconds * 0.8)
+    rival = replace(best, time=seconds)
+    told = PlanAnswer(replace(result, shown=(best, rival)))
+    (sentence,) = (text for text in sentences(told) if text.startswith("Runner-up"))
+    assert "20.0% faster" in sentence
+
+
+def test_moments_of_like_blocks_are_told_without_the_names_of_modules() -> None:
+    assert moment_text("backward of the first blocks.0, 3 held") == (
+        "backward of the first block, 3 micro-batches in flight"
+    )
+    assert moment_text("backward of 2 before the last model.layers.0") == "backward of the block 2 before the last"

@@ -22,7 +22,7 @@ def plan(
         ),
     ] = "",
     batch: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Samples of an update, of all ranks; 8 a device.")
+        int | None, typer.Option(min=1, metavar="N", help="Samples of an update, of all ranks; 8 for each device.")
     ] = None,
     sequence: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Tokens of a sample; up to 2048, as the model takes.")

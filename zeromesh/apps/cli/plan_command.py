@@ -175,7 +175,8 @@ def _written(question: PlanQuestion, asked: AskedModel, told: PlanAnswer, docume
     where = " on each node" if nodes > 1 else ""
     note = f" ({asked.program} is your script)" if asked.program == SCRIPT else ""
     if question.out is None:
-        _paragraphs([f"Nothing was written. --out FOLDER writes the layout's {CONFIG}; start it{where} with{note}:"])
+        written = f"Nothing was written. --out FOLDER writes this layout into {CONFIG}."
+        _paragraphs([f"{written} Start it{where} with{note}:"])
     else:
         _paragraphs([f"The layout is in {config}. Start it{where} with{note}:"])
     write(f"  {launch_command(result.best.layout, nodes, str(config), asked.program)}\n")
@@ -230,7 +231,7 @@ def _request(
     if batch is None:
         each = IMAGES if asked.images else SAMPLES
         batch = each * machine.devices
-        assumed.append(f"batches of {counted(batch, 'sample')}, {each} a device (--batch)")
+        assumed.append(f"batches of {counted(batch, 'sample')}, {each} for each device (--batch)")
     widths = PRECISIONS[precision]
     limits, goal, tables = asked.limits, question.goal, asked.tables
     processor = slowest(machine).processor  # its memory is the host's: states have nowhere else to rest

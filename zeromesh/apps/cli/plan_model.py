@@ -134,8 +134,9 @@ def asked_model(text: str, precision: str, adapters: Adapters | None = None) -> 
     if not path.exists():
         meant = f"did you mean {' or '.join(close)}? " if close else ""
         size = f"did you mean {text}b? " if re.fullmatch(r"\d+(\.\d+)?", text) else meant
+        hint = f"; {size}" if size else ". "
         raise ValueError(
-            f"{text!r} is no file, folder or known model; {size}Give a name that zeromesh plan --list shows, a size "
+            f"{text!r} is no file, folder or known model{hint}Give a name that zeromesh plan --list shows, a size "
             "such as 7b, sizes such as llama:layers=32,hidden=4096,heads=32, a folder with a config.json of "
             "transformers, or a configuration of ZeroMesh"
         )

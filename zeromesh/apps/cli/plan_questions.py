@@ -23,6 +23,7 @@ from zeromesh.base.words import bytes_text, counted, scaled_text
 from zeromesh.engine.initialize.widths import PRECISIONS
 
 RANK = 16  # of adapters, where the command does not say it
+PACKED = 0.5  # bytes of a parameter in 4 bits
 MOST_GPUS = 1024  # of those that are tried
 MOST_TOKENS = 2048  # of a sample, where the command does not say it and the model takes more
 SAMPLES, IMAGES = 8, 32  # of an update on each device, where the command does not say it
@@ -83,7 +84,8 @@ def budget_text(candidate: PlanCandidate, tokens: float, noun: str) -> str:
     """Return the hours and the money of a whole training in a sentence."""
     hours, price = hours_of(candidate, tokens), price_per_hour(candidate.machine)
     nodes = counted(sum(count for _, count in candidate.machine.nodes), "node")
-    text = f"{scaled_text(tokens)} {noun}s take {amount_text(hours)} hours"
+    duration = f"{amount_text(hours)} hours" if hours >= 1 else f"{amount_text(hours * 60)} minutes"
+    text = f"{scaled_text(tokens)} {noun}s take {duration}"
     if hours >= 48:
         text += f" ({amount_text(hours / 24)} days)"
     if not price:
@@ -127,7 +129,12 @@ def adapters_text(text: str, asked: AskedModel, request: PlanRequest, precision:
     """Return whether adapters can be trained in the devices' memory; "" for a model that cannot have any."""
     if not asked.causal or asked.adapters is not None or asked.configuration or find_spec("peft") is None:
         return ""
+    memory = sum(node.devices * count * node.device.memory for node, count in request.machine.nodes)
+    parameters = request.source.at(1, request.sequence, 1).parameters
     for adapters in (Adapters(RANK), Adapters(RANK, quantized=True)):
+        # Adding adapters to a large model takes long, and is needless where its frozen weights alone do not fit.
+        if parameters * (PACKED if adapters.quantized else PRECISIONS[precision].parameter) > memory:
+            continue
         try:
             model = asked_model(text, precision, adapters)
         except ValueError:

@@ -138,6 +138,8 @@ def moment_text(label: str) -> str:
     match = re.fullmatch(r"(\d+) held", count)
     for pattern, name in PLACES:
         words = re.sub(rf"(\w+ of )(?:{pattern})$", rf"\1{name}", words)
+    words = re.sub(r"of the first \S+", "of the first block", words)
+    words = re.sub(r"of (\d+) before the last \S+", r"of the block \1 before the last", words)
     if not match:
         return ", ".join(filter(None, (words, count)))
     flight = "one micro-batch" if match[1] == "1" else f"{match[1]} micro-batches"
@@ -146,7 +148,11 @@ def moment_text(label: str) -> str:
 
 def missing_text(over: Mapping[str, float], device: str) -> str:
     """Return the bytes that tiers lack, for people; ``device`` is the article of the device."""
-    tiers = {"device": f"of {device} device's memory", "host": "of host memory a node", "nvme": "of NVMe a node"}
+    tiers = {
+        "device": f"of {device} device's memory",
+        "host": "of host memory on each node",
+        "nvme": "of NVMe on each node",
+    }
     return " and ".join(f"{bytes_text(size)} {tiers[tier]}" for tier, size in over.items() if size > 0)
 
 
@@ -218,7 +224,7 @@ def _beside(goal: str, best: PlanCandidate, rival: PlanCandidate) -> str:
         "cost": ("more expensive", "cheaper"),
     }
     said = f"{abs(worse):.1%} {words[goal][worse < 0]}"
-    if worse > ALIKE:
+    if abs(worse) > ALIKE:  # a tight one may be faster
         return said
     # The best is then the simplest of several.
     same = {"time": "equally fast", "memory": "as much memory", "cost": "equally expensive"}[goal]
@@ -406,7 +412,8 @@ def _remedies(request: PlanRequest) -> Iterator[Remedy]:
         size, read, write = ADDED_DISK
         disks = tuple((replace(n, disk=size, disk_read=read, disk_write=write), c) for n, c in machine.nodes)
         if on(replace(machine, nodes=disks)):
-            remedies.append(Remedy("disk", f"{bytes_text(size)} a node are enough, at {bytes_text(read)}/s", 0.05))
+            text = f"{bytes_text(size)} on each node are enough, at {bytes_text(read)}/s"
+            remedies.append(Remedy("disk", text, 0.05))
     for kind, what, unit, most, price in (
         ("host", "host memory", node.host_memory, 16, 0.1),
         ("memory", "memory", least_memory(machine), 8, 0.8),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from zeromesh.apps.plan.choose.search import PlanCandidate
 from zeromesh.apps.plan.machine.calibration import reserved_margin
 from zeromesh.apps.plan.predict.lower_bounds import least_memory
@@ -17,17 +19,21 @@ def seconds_text(seconds: float) -> str:
 def interval_text(step: StepTime) -> str:
     """Return a predicted time with its interval, or as a lower bound where no steps of such a GPU were measured."""
     calibration = step.calibration
+    seconds = seconds_text(step.seconds)
     if calibration.is_bound and not calibration.rows:
-        text = f"at least {seconds_text(step.seconds)}"
-        return f"{text} (its speed is an upper bound, as no measured steps of this GPU are known)"
+        return f"at least {seconds} (no step of this GPU was measured, so its speed is an upper bound)"
     low, high = map(seconds_text, step.interval)
-    text = f"{seconds_text(step.seconds)}, likely {low} to {high}"
+    amount, _, unit = low.rpartition(" ")
+    likely = f"{amount} to {high}" if high.endswith(f" {unit}") else f"{low} to {high}"
     if not calibration.rows:
-        return text
-    text += f" by {counted(calibration.rows, 'measured step')} on {', '.join(calibration.devices)}"
-    if calibration.is_bound:
-        text += "; none of them is of this GPU, so take the speed as an upper bound"
-    return text
+        return f"{seconds} (likely {likely})"
+    # Sizes of memory make no other GPU of a name.
+    names = dict.fromkeys(re.sub(r"-\d+gb$", "", name).upper() for name in calibration.devices)
+    *others, last = names
+    listed = f"{', '.join(others)} and {last}" if others else last
+    rows = f"{counted(calibration.rows, 'measured step')} on {listed}"
+    bound = ", none of them on this GPU, so its speed is an upper bound" if calibration.is_bound else ""
+    return f"{seconds} (likely {likely}, from {rows}{bound})"
 
 
 def mfu_text(candidate: PlanCandidate) -> str:

@@ -272,11 +272,13 @@ class _Ranking:
             return candidate.score(goal), candidate.time.seconds, candidate.machine.devices
 
         candidates = sorted(self.found, key=order)
+        safe_scores = {other.kind: other.score(goal) for other in reversed(candidates) if not other.tight}
         # The best that is not tight is listed, whatever the number of faster tight ones.
         for candidate in (*[safe for safe in candidates if not safe.tight][:1], *candidates):
-            # Of one kind, a smaller micro-batch may be safe where the best is tight.
+            # Of one kind, a smaller micro-batch may be safe where the best is tight, and nearly as fast.
             kind = *candidate.kind, candidate.tight
-            if kind in kinds:
+            least = candidate.score(goal) * (1 + ALIKE) if candidate.tight else 0.0
+            if kind in kinds or least >= safe_scores.get(candidate.kind, inf):
                 continue
             kinds.add(kind)
             twin = next((place for place, other in enumerate(listed) if candidate.like(other)), None)
