@@ -13,7 +13,7 @@ TINY = {
     "hidden_size": 32,
     "layers": 2,
     "heads": 2,
-    "ffn_size": 64,
+    "mlp_size": 64,
     "sequence_length": 32,
 }
 """A model of ``zeromesh train`` that starts at once."""

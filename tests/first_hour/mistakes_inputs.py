@@ -7,7 +7,7 @@ import json
 from mistakes import TINY, Mistake
 
 ROWS = "".join(f"What is the capital of country {number}?,City {number}.\n" for number in range(40))
-MODEL = {key: value for key, value in TINY.items() if key != "ffn_size"}
+MODEL = TINY
 PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
 SCRIPT = """
 import copy, torch, zeromesh

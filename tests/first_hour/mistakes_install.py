@@ -39,7 +39,7 @@ MISTAKES = [
     Mistake(
         "a folder for a configuration",
         "zeromesh train folder",
-        ("folder: is a folder; give the path of a JSON file",),
+        ("'folder' is the folder of a model; name the data, too: zeromesh train folder DATA",),
         {"folder/config.json": json.dumps(SETTINGS)},
     ),
     Mistake(

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from zeromesh.base.words import nearest, show
 from zeromesh.config.errors import ConfigError
-from zeromesh.config.special_keys import RENAMED
+from zeromesh.config.special_keys import PLACES, RENAMED
 
 Schema = dict[str, Any]
 
@@ -24,6 +24,7 @@ MARKS = {
     "object": "an object",
     "array": "a list",
 }
+PLACES_SHOWN = 3  # of a name that several sections have
 KEYS_SHOWN = 12  # in a message; a longer list is read by nobody
 BOUNDS = (
     ("minimum", ">="),
@@ -62,13 +63,21 @@ def children(entries: dict[str, Entry], section: str) -> list[str]:
 def suggest(entries: dict[str, Entry], path: str) -> str | None:
     """Return the known path nearest to an unknown one: in its own section, else anywhere by its last name."""
     section, _, name = path.rpartition(".")
+    elsewhere = [other for other in entries if other.rpartition(".")[2] == name]
+    if not section:
+        # A name that stands in a section was left out of it, whatever looks like it at the top level.
+        place = PLACES.get(name, "")
+        if place in entries or place.rpartition(".")[0] in ("optimizer.params", "scheduler.params"):
+            return place
+        if 0 < len(elsewhere) <= PLACES_SHOWN:
+            return " or ".join(elsewhere)
     prefix = f"{section}." if section else ""
     others = [other.removeprefix(prefix) for other in RENAMED if other.rpartition(".")[0] == section]
     # In its own section first, where most slips are; else anywhere by the last name, as in {"stage": 3}.
     match = nearest(name, children(entries, section) + others)
     if match:
         return prefix + match
-    return next((other for other in entries if other.rpartition(".")[2] == name), None)
+    return next(iter(elsewhere), None)
 
 
 def _walk(schema: Schema, definitions: dict[str, Schema], prefix: str) -> Iterator[Entry]:

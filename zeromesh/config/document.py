@@ -56,7 +56,7 @@ def whole_document(source: str | Path | Mapping[str, Any], overrides: Sequence[s
     document = _rename(document)
     # Renamed before the merge, or a file and an override could have a key under two names.
     for override in overrides:
-        document = _merge(document, _rename(_parse_override(override)))
+        document = _merge(document, _rename(parse_override(override)))
     return document
 
 
@@ -73,6 +73,8 @@ def read_object(path: Path) -> dict[str, Any]:
         raise ConfigError([f"{error.what}; give the path of a JSON or YAML file, or a dict"], str(path)) from None
     except (OSError, ValueError) as error:
         raise ConfigError([f"cannot be read as a text file: {error}"], str(path)) from None
+    if not text.strip():
+        raise ConfigError(["is empty; write a configuration, as zeromesh init MODEL DATA does"], str(path))
     try:
         document = _parse(text, str(path), is_yaml=path.suffix.lower() in SUFFIXES)
     except json.JSONDecodeError as error:
@@ -177,8 +179,8 @@ def _copy(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _parse_override(override: str) -> dict[str, Any]:
-    """Return ``a.b=1`` as ``{"a": {"b": 1}}``."""
+def parse_override(override: str) -> dict[str, Any]:
+    """Return ``a.b=1`` as ``{"a": {"b": 1}}``; raise ConfigError for what has not this form."""
     path, equals, text = override.partition("=")
     parts = path.strip().split(".")
     if not equals or not all(parts):

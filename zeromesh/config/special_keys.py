@@ -21,6 +21,23 @@ _TABLES = json.loads(Path(__file__).with_name("special_keys.json").read_text(enc
 OURS: tuple[str, ...] = (*" ".join(_TABLES["ours"]).split(), *APPLICATIONS)
 """Keys that DeepSpeed does not have."""
 
+PLACES = {
+    "lr": "optimizer.params.lr",
+    "learning_rate": "optimizer.params.lr",
+    "weight_decay": "optimizer.params.weight_decay",
+    "warmup_steps": "scheduler.params.warmup_num_steps",
+    "warmup_num_steps": "scheduler.params.warmup_num_steps",
+    "steps": "run.steps",
+    "max_steps": "run.steps",
+    "num_train_epochs": "run.epochs",
+    "output": "run.output",
+    "output_dir": "run.output",
+    "batch": "train_batch_size",
+    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
+    "max_grad_norm": "gradient_clipping",
+}
+"""Keys that people look for at the top level, by names that other trainers give them."""
+
 RENAMED: dict[str, str] = {
     "bfloat16": "bf16",
     "tensor_parallel.tp": "tensor_parallel.tensor_parallel",

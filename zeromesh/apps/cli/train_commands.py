@@ -22,9 +22,12 @@ def train(
             "zeromesh init takes it: a folder, a name on the Hub, or tiny, small or medium.",
         ),
     ],
-    data: Annotated[
-        str | None,
-        typer.Argument(help="Train MODEL on these files, with the configuration that zeromesh init would write."),
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="DATA",
+            help="Train MODEL on these files, with the configuration that zeromesh init would write.",
+        ),
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in run.steps=100.")
@@ -38,6 +41,17 @@ def train(
     ] = False,
 ) -> None:
     """Train a language model on text: zeromesh train CONFIG, or zeromesh train MODEL DATA."""
+    with command_errors():
+        from zeromesh.config.document import parse_override
+
+        for override in overrides or ():
+            parse_override(override)  # first: the value of one without a = is taken for DATA
+        if names and len(names) > 1:
+            raise ValueError(
+                f"DATA is one name, and here are {len(names)}: {', '.join(names[:3])}; name their folder, or write a "
+                f"pattern in quotes, so that the shell does not expand it: zeromesh train {config} 'texts/*.txt'"
+            )
+        data = names[0] if names else None
     if verify and data is None:
         verify_layout(config, overrides=overrides or ())
     with command_errors():
