@@ -143,12 +143,13 @@ class Relay:
         if quiet.keys() - present or sum(len(ranks) for _, ranks in waits) < self._world_size:
             waits = []
         self._same = waits, self._same[1] + 1 if waits and waits == self._same[0] else 0
-        # Ranks in different calls do not wait for a slow link; others may.
-        if self._same[1] >= SAME_APART and _are_apart(waits):
+        due = sum(line["due"] for line in lines.values()) >= self._world_size and self._same[1] >= SAME
+        # On one machine, ranks in different calls do not wait for a slow link; between machines they may.
+        soon = len(lines) == 1 and self._same[1] >= SAME_APART
+        if (due or soon) and _are_apart(waits):
             return _all_wait(waits, "ranks wait for each other in different calls")
-        due = sum(line["due"] for line in lines.values()) >= self._world_size
         text = f"every rank has waited for {self._patience:.0f} s or more and none got any further"
-        return _all_wait(waits, text) if due and self._same[1] >= SAME else ""
+        return _all_wait(waits, text) if due else ""
 
     def _silence(self, rank: int, count: int, state: str, process: int, host: str, waiting: tuple[int, Any]) -> str:
         """Warn of a rank that gives no sign of life; return why the run is to end, or nothing."""
