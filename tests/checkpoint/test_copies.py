@@ -367,7 +367,7 @@ def test_a_folder_that_others_can_read_is_refused(memory: Path, tmp_path: Path) 
     (folder,) = memory.iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o755)
-    with pytest.raises(PermissionError, match="no folder of this user alone"):
+    with pytest.raises(PermissionError, match="not a folder of this user alone"):
         alone(peer_copies=1).load_checkpoint(tmp_path / "run")
 
 

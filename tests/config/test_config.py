@@ -234,7 +234,7 @@ def test_all_problems_come_in_one_error_that_is_a_value_error() -> None:
         ('{"fp16": {"enabled": True}}', "JSON writes true, false and null"),
         ('{"seed": 1,,}', "keys are in double quotes"),
         ('{\n  // a comment\n  # {\n /*\n*/ "seed": True}', 'line 5, column 12: "*/ \\"seed\\": True}"'),
-        ("", "is not JSON"),
+        ("", "is empty; write a configuration"),
         ("[1]", "must be an object"),
     ],
 )
