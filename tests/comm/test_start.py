@@ -29,6 +29,8 @@ from zeromesh.comm.peers import Peer, with_topology
 from zeromesh.comm.rendezvous import reach, start_limit
 from zeromesh.comm.traffic import Traffic
 
+pytestmark = pytest.mark.usefixtures("no_group")  # which tests of other files may have left in this process
+
 SHORT = timedelta(seconds=0.5)
 
 
