@@ -58,7 +58,7 @@ def test_a_yaml_file_means_what_the_json_file_means(tmp_path: Path) -> None:
         ("[1, 2]: 3", "a key must be a word at line 1"),
         ("seed: 1\n---\nseed: 2", "is not YAML"),
         ("a: \x00", "is not YAML"),
-        ("", "is null, but must be an object"),
+        ("", "is empty; write a configuration"),
         ("- 1", "must be an object"),
         ("a: " + "[" * 2000, "levels deep"),
         ("seed: " + "1" * 5000, "digits"),

@@ -551,7 +551,7 @@ def test_a_checkpoint_that_is_not_this_runs_or_is_damaged_is_refused_and_nothing
         assert "AdamW" in found["optimizer"]
         assert "SGD" in found["optimizer"]
         assert "goods is not a complete checkpoint" in found["tag"]
-        assert "is an incomplete save: manifest.json is not complete JSON" in found["manifest"]
+        assert "is an incomplete save: manifest.json is not a complete JSON" in found["manifest"]
     for tag, text in (("truncated", "is cut off"), ("missing", "is missing")):
         told = [found[tag] for found in ranks]
         assert any("rank_00001.safetensors" in words and text in words for words in told)

@@ -26,8 +26,10 @@ for name in [name for name in vars(signal) if name.startswith("SIG") and name.is
 import zeromesh
 names = [module.name for module in pkgutil.walk_packages(zeromesh.__path__, "zeromesh.")]
 for name in names:
-    # Those of zeromesh.hf and zeromesh.keras are classes of other libraries, which may need what is missing.
-    if not name.endswith(("__main__", "._native")) and not name.startswith(("zeromesh.hf.", "zeromesh.keras")):
+    # Those of zeromesh.hf and zeromesh.keras, and the adapter for lm-evaluation-harness, are classes of other
+    # libraries, which may need what is missing.
+    ends = ("__main__", "._native", ".harness_model")
+    if not name.endswith(ends) and not name.startswith(("zeromesh.hf.", "zeromesh.keras")):
         importlib.import_module(name)
 print(len(names), "modules")
 

@@ -89,7 +89,7 @@ def test_a_revision_of_what_is_not_of_the_hub_is_refused(place: Path, cache: Pat
 
 
 def test_a_plan_takes_the_sizes_of_a_cached_configuration(place: Path) -> None:
-    result = call("plan", "org/tiny", *SIZES)
+    result = call("plan", "org/tiny", *SIZES, "--out", place / "plan")
     assert result.exit_code == 0, result.output
     written = next((place / "plan").glob("*.json"))
     assert json.loads(written.read_text())["huggingface"]["path"] == "org/tiny"
