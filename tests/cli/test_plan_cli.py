@@ -51,6 +51,7 @@ def test_json_has_the_same_layouts() -> None:
     assert len(found["layouts"]) <= 8
 
 
+@pytest.mark.full
 def test_the_goal_decides_which_layout_comes_first() -> None:
     cheap = ("--nodes", "2", "--between", "1 Gbit", "--price", "10")
     found = {

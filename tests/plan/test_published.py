@@ -177,6 +177,7 @@ def test_the_aims_for_memory_are_reached() -> None:
     assert len(groups["simumax_b200", "memory_gib"].judged) == 11
 
 
+@pytest.mark.full
 def test_the_command_reports_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     rows = write(tmp_path, entry(), entry(id="x-2", source="new", measured={"wonders": 7}))
