@@ -1,0 +1,65 @@
+"""Placement of a mixture's experts over the ranks that share them.
+
+``forms.find_experts`` finds them while the model is whole, ``holdings`` says what a rank keeps of their parameters, and
+``apply`` lets the modules that compute with them send tokens to the ranks that have their experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from zeromesh.base.split import Held
+from zeromesh.comm.mesh import Mesh
+from zeromesh.parallel.expert.contract import Contract
+from zeromesh.parallel.expert.dispatch import RowExchange
+from zeromesh.parallel.expert.forms import Experts
+from zeromesh.parallel.expert.lists import share_listed
+from zeromesh.parallel.expert.routed import RoutedExperts
+from zeromesh.parallel.expert.stacked import Sharing, share_sorted, share_stacked
+from zeromesh.parallel.follow.activation_parts import replace_forward
+
+FIRST_TAG = 1 << 14  # of the messages of experts, behind those of flat buffers
+
+
+def holdings(mesh: Mesh, experts: Sequence[Experts]) -> dict[str, Held]:
+    """Return what this rank holds of the parameters of experts, by name."""
+    group, tensor = mesh.group("expert"), mesh.group("tensor")
+    parts: dict[str, Held] = {}
+    for item in experts:
+        for name, parameter in item.module.named_parameters(prefix=item.name):
+            shape, split = tuple(parameter.shape), item.splits.get(name)
+            if split is not None:
+                parts[name] = Held(shape, split, group.rank, group.size, axis="expert")
+            elif tensor.size > 1:
+                # Used for any expert's rows, of which each rank of the tensor axis has others.
+                parts[name] = Held(shape, None, tensor.rank, tensor.size, partial=True)
+    return parts
+
+
+def apply(model: nn.Module, mesh: Mesh, experts: Sequence[Experts]) -> None:
+    """Let modules with experts compute over the ranks that share these; their parameters have been cut already."""
+    lines = mesh.group("tensor") if mesh.group("tensor").size > 1 else None
+    for number, item in enumerate(experts):
+        tag = FIRST_TAG + number * (RowExchange.TAGS + RoutedExperts.TAGS)
+        exchange = RowExchange(mesh.group("expert"), tag, item.name)
+        for (inner, attribute), value in item.sizes.items():
+            setattr(item.module.get_submodule(inner), attribute, value)
+        sharing = Sharing(exchange, item.count, lines, tag + RowExchange.TAGS)
+        SHARES[item.contract](model, item, sharing)
+
+
+def _share_routed(model: nn.Module, item: Experts, sharing: Sharing) -> None:
+    shared = RoutedExperts(item.module, sharing.exchange, item.count, item.beyond, sharing.lines, sharing.tag)
+    replace_forward(item.module, torch.compiler.disable(shared.__call__))
+
+
+SHARES: dict[Contract, Callable[[nn.Module, Experts, Sharing], None]] = {
+    Contract.ROUTED: _share_routed,
+    Contract.SORTED: lambda model, item, sharing: share_sorted(item.module, sharing),
+    Contract.STACKED: lambda model, item, sharing: share_stacked(item.module, sharing),
+    Contract.LISTED: lambda model, item, sharing: share_listed(model.get_submodule(item.caller), item.module, sharing),
+}
+"""How experts that are called in each way compute for all ranks."""
