@@ -9,11 +9,7 @@ from torch import nn
 
 from zeromesh.parallel.expert.moe_layer import ExpertLayer, ExpertList, MoE, TopKGate
 
-__all__ = [
-    "ExpertLayer", "ExpertList", "MoE", "TopKGate", "configure_moe_param_groups", "has_moe_layers", "is_moe_param",
-    "is_moe_param_group", "split_params_into_different_moe_groups_for_optimizer",
-    "split_params_into_shared_and_expert_params",
-]  # fmt: skip
+__all__ = ["ExpertLayer", "ExpertList", "MoE", "TopKGate"]
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:

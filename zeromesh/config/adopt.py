@@ -188,10 +188,10 @@ def _optimizer(document: dict[str, Any]) -> Iterator[Change]:
         params |= row.params
 
 
-_OF_AUTOEP = {
-    "enabled", "autoep_size", "preset_model", "moe_layer_pattern", "expert_pattern", "router_pattern",
-    "use_grouped_mm", "grouped_mm_backend", "load_balance_coeff",
-}  # fmt: skip
+_OF_AUTOEP = (
+    "enabled autoep_size preset_model moe_layer_pattern expert_pattern router_pattern use_grouped_mm grouped_mm_backend "
+    "load_balance_coeff"
+).split()
 """Keys that say where experts are and how they are multiplied; others change what routers compute."""
 
 
