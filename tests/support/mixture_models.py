@@ -210,7 +210,7 @@ MIXTURES: Mapping[str, Mixture] = {
     "hy_v3": Mixture("HYV3ForCausalLM"),
     "hy_v4": Mixture("HYV4ForCausalLM"),
     "inkling": Mixture("InklingForCausalLM", "InklingTextConfig"),
-    "inkling2": Mixture("Inkling2ForCausalLM", "Inkling2TextConfig"),
+    "inkling2": Mixture("Inkling2ForCausalLM", "Inkling2TextConfig", dtype=torch.float32, tolerance=2e-5),
     "jamba": Mixture(
         "JambaForCausalLM",
         options={"attn_layer_period": 1, "attn_layer_offset": 0, "expert_layer_period": 1, "expert_layer_offset": 0},
@@ -262,13 +262,14 @@ MIXTURES: Mapping[str, Mixture] = {
             **dict.fromkeys(("encoder_sparse_step", "decoder_sparse_step"), 1),
             "expert_capacity": 8,
         },
+        per_share=True,
     ),
     "olmoe": Mixture("OlmoeForCausalLM"),
     "openai_privacy_filter": Mixture(
         "OpenAIPrivacyFilterForTokenClassification",
         "OpenAIPrivacyFilterConfig",
         {"num_labels": VOCABULARY},
-        dtype=torch.float32,  # its experts add to a sum in fp32
+        dtype=torch.float32,  # its experts add to a sum in fp32, as inkling2's do
         tolerance=2e-5,
     ),
     "phimoe": Mixture("PhimoeForCausalLM"),
@@ -311,6 +312,7 @@ MIXTURES: Mapping[str, Mixture] = {
             "expert_capacity": 8,
             "decoder_start_token_id": 0,
         },
+        per_share=True,
     ),
     "unlimited_ocr": Mixture("UnlimitedOcrTextModel", "UnlimitedOcrTextConfig", folder="unlimited_ocr"),
     "zaya": Mixture(
