@@ -19,7 +19,7 @@ JITTER = 1e-2  # inputs of the gate are multiplied by 1 - JITTER to 1 + JITTER
 
 
 class Routing(NamedTuple):
-    """What a gate decides."""
+    """Decision of a gate."""
 
     loss: Tensor  # auxiliary, that balances the experts
     weights: Tensor  # (S, E), 0 for experts that a token does not go to
