@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-import zeromesh
 from compare import assert_close
 from harness import on_ranks
-from run import configuration, sgd, start_engine, whole_parameters
+from run import sgd, start_engine, whole_parameters
 
 EXPERTS, TOP_K, LAYERS, RATE = 4, 2, 2, 0.01
 
@@ -36,7 +33,7 @@ def mixture(family: str, dtype: torch.dtype = torch.float64, **more: Any) -> Any
 
     config = AutoConfig.for_model(family, **SIZES | OF_FAMILY.get(family, {}) | more)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").to(dtype)
     for number, bias in enumerate(biases_of(model).values()):
         with torch.no_grad():
             bias.copy_(torch.arange(EXPERTS) * 0.001 * (-1) ** number)
@@ -132,3 +129,96 @@ def test_a_bias_in_a_buffer_moves_as_in_one_process() -> None:
 def test_a_bias_in_a_frozen_parameter_moves_as_in_one_process() -> None:
     compare("afmoe", 1)
     compare("afmoe", 3)
+
+
+# Losses.
+
+Z_LOSS = 0.05
+
+
+def with_z_loss(model: Any) -> Any:
+    """Return a function of a batch: the model's loss, plus the z-loss of ST-MoE of each router, in plain torch."""
+    logits: list[torch.Tensor] = []
+    for name, module in model.named_modules():
+        if name.endswith(".gate"):
+            module.register_forward_hook(lambda module, args, output: logits.append(output[0]))
+
+    def loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits.clear()
+        total = model(**batch).loss
+        present = batch["attention_mask"].view(-1).bool()
+        return total + sum(Z_LOSS * each[present].logsumexp(-1).square().mean() for each in logits)
+
+    return loss
+
+
+def plain_step(model: Any, loss_of: Any, batches: list[dict[str, torch.Tensor]]) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in batches:
+        (loss_of(batch) / len(batches)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sections"),
+    [
+        (1, {"accumulation": 2}),
+        (2, {"stage": 3, "accumulation": 2, "activation_checkpointing": {"enabled": True}}),
+        pytest.param(2, {"mesh": {"tensor": 2}, "accumulation": 2}, marks=pytest.mark.full),
+        pytest.param(2, {"mesh": {"pipeline": 2}, "accumulation": 2}, marks=pytest.mark.full),
+        pytest.param(
+            2, {"mesh": {"pipeline": 2}, "accumulation": 2, "pipeline": {"recompute": True}}, marks=pytest.mark.full
+        ),
+    ],
+)
+@on_ranks("ranks")
+def test_z_loss_changes_gradients_as_if_it_were_a_part_of_the_loss(ranks: int, sections: dict[str, Any]) -> None:
+    plain = mixture("minimax_m2")
+    engine = engine_of(mixture("minimax_m2"), **{"experts": {"z_loss": Z_LOSS, "report_load": True}} | sections)
+    batches = [[micro_batch(10 * r + m, padding=m) for m in range(2)] for r in range(engine.data_size)]
+    before = {name: value.clone() for name, value in plain.named_parameters()}
+    plain_step(plain, with_z_loss(plain), [batch for each in batches for batch in each])
+    if engine.pipelined is not None:
+        engine.train_batch(iter(batches[engine.data_rank]))
+    else:
+        train(engine, batches[engine.data_rank])
+    assert_close(whole_parameters(engine.module), dict(plain.named_parameters()), 1e-9, 1e-9)
+    assert all(load.z_loss is not None for load in engine.expert_report().values())
+    gate = "model.layers.0.mlp.gate.weight"
+    assert not torch.equal(before[gate], dict(plain.named_parameters())[gate])
+
+
+@on_ranks(2)
+def test_the_models_auxiliary_loss_is_the_mean_over_micro_batches() -> None:
+    plain = mixture("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
+    engine = engine_of(mixture("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5), 3, experts={})
+    batches = [micro_batch(rank) for rank in range(2)]
+    plain_step(plain, lambda batch: plain(**batch).loss, batches)
+    train(engine, [batches[engine.data_rank]])
+    assert_close(whole_parameters(engine.module), dict(plain.named_parameters()), 1e-9, 1e-9)
+
+
+def joined(batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+
+
+@pytest.mark.parametrize("sections", [{"stage": 0}, {"stage": 3, "activation_checkpointing": {"enabled": True}}])
+@on_ranks(2)
+def test_the_global_auxiliary_loss_is_that_of_one_process(sections: dict[str, Any]) -> None:
+    family = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    plain = mixture("qwen3_moe", torch.float32, **family)
+    engine = engine_of(
+        mixture("qwen3_moe", torch.float32, **family), **{"experts": {"auxiliary_loss": "global"}} | sections
+    )
+    # As many labels on each rank, so that the mean over ranks is that over tokens.
+    batches = [micro_batch(rank, padding=3) for rank in range(2)]
+    plain_step(plain, lambda batch: plain(**batch).loss, [joined(batches)])
+    loss = train(engine, [batches[engine.data_rank]])
+    torch.manual_seed(0)
+    whole = mixture("qwen3_moe", torch.float32, **family)(**joined(batches)).loss
+    assert loss == pytest.approx(whole.item(), rel=1e-6)
+    assert_close(whole_parameters(engine.module), dict(plain.named_parameters()), 1e-6, 1e-6)
+    engine.eval()
+    if engine.data_rank == 0 and engine.config.zero_optimization.stage == 0:  # one rank alone may evaluate
+        with torch.no_grad():
+            engine(**batches[0])

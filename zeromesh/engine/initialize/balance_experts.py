@@ -44,7 +44,7 @@ def balance_of(plan: Plan, factor: Callable[[], float], write: Callable[[Tensor,
 
     model, settings, mesh, chosen = plan.model, plan.settings, plan.mesh, plan.settings.experts
     try:
-        experts = find_experts(model, (), 1)
+        experts = find_experts(model, chosen.targets, 1)
     except ValueError:
         if _is_asked(settings):
             raise
