@@ -16,16 +16,34 @@ from run import sgd, start_engine, whole_parameters
 EXPERTS, TOP_K, LAYERS, RATE = 4, 2, 2, 0.01
 
 SIZES = {
-    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 16,
-    "num_hidden_layers": LAYERS, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
-    "n_routed_experts": EXPERTS, "num_local_experts": EXPERTS, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K,
-    "max_position_embeddings": 64, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "n_routed_experts": EXPERTS,
+    "num_local_experts": EXPERTS,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": TOP_K,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "afmoe": {"num_dense_layers": 0, "num_shared_experts": 1, "layer_types": ["full_attention"] * LAYERS},
-    "deepseek_v3": {"n_group": 2, "topk_group": 2, "first_k_dense_replace": 0, "kv_lora_rank": 8, "q_lora_rank": 8,
-                    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
-}  # fmt: skip
+    "deepseek_v3": {
+        "n_group": 2,
+        "topk_group": 2,
+        "first_k_dense_replace": 0,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+}
 
 
 def mixture(family: str, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
