@@ -155,7 +155,9 @@ def test_a_bias_in_a_frozen_parameter_moves_as_in_one_process() -> None:
     [
         {"mesh": {"tensor": 2}},
         pytest.param({"mesh": {"tensor": 2}, "tensor_parallel": {"sequence": True}}, marks=pytest.mark.full),
+        {"mesh": {"expert": 2}, "zero_optimization": {"stage": 3}},
         pytest.param({"mesh": {"context": 2}}, marks=pytest.mark.full),
+        pytest.param({"mesh": {"tensor": 2, "expert": 2}}, marks=pytest.mark.full),
         pytest.param({"mesh": {"pipeline": 2}, "pipeline": {"recompute": True}}, marks=pytest.mark.full),
         pytest.param({"mesh": {"replicate": 2, "data": 1}, "zero_optimization": {"stage": 3}}, marks=pytest.mark.full),
     ],
