@@ -69,7 +69,7 @@ class Balance:
         # Whole numbers, but for the squares: their sum is the same in any order. One row a layer: choices of each
         # expert, choices of none, tokens, squares.
         self._sums = torch.zeros(len(self.routers), self._choices + 3, dtype=torch.float64, device=mesh.device)
-        self._rows = dict(zip(map(id, routers), self._sums, strict=True))
+        self._rows = {router.name: row for router, row in zip(routers, self._sums, strict=True)}
         self._agreed = torch.zeros_like(self._sums)  # of all ranks, of the last update
         self._seen: dict[str, Tensor] = {}  # selection biases that are parameters, as this update computes with them
 
@@ -145,7 +145,7 @@ class Balance:
 
     def _choose(self, router: Router, chosen: Tensor, present: Tensor | None) -> None:
         """Count the choices of a call, see ``Listener``."""
-        sums, choices = self._rows[id(router)], self._choices
+        sums, choices = self._rows[router.name], self._choices
         flat = chosen.reshape(-1, chosen.shape[-1])
         weights = torch.ones(len(flat), 1, dtype=sums.dtype, device=sums.device)
         if present is not None:  # a column, which is spread over the choices of a token and not over the experts
@@ -165,6 +165,6 @@ class Balance:
                 self._seen[bias.name] = tensor.detach().clone()
 
     def _note_squares(self, router: Router, squares: Tensor, tokens: Any) -> None:
-        sums = self._rows[id(router)]
+        sums = self._rows[router.name]
         sums[self._choices + SQUARES] += squares
         sums[self._choices + TOKENS] += tokens

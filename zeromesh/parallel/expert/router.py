@@ -6,6 +6,7 @@ Legend of shapes: T tokens of a call, K experts of each, E experts, H width.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -134,20 +135,26 @@ class Listener:
         self._weights: Tensor | None = None  # of its tokens, (B, S)
         heard: set[int] = set()  # routers, which several modules of experts may share
         for router in routers:
-            hear = torch.compiler.disable(partial(self._before_experts, router))
             tells = False  # the router's result shows its choice
             if router.contract in (Contract.ROUTED, Contract.SORTED):
+                hear = partial(torch.compiler.disable(Listener._before_experts), self, router)
                 router.experts.register_forward_pre_hook(hear, with_kwargs=True)
             elif router.contract is Contract.LISTED and isinstance(router.module, nn.Linear | None):
                 for number, expert in enumerate(router.experts.children()):
-                    call = torch.compiler.disable(partial(self._before_expert, router, number))
+                    call = partial(torch.compiler.disable(Listener._before_expert), self, router, number)
                     expert.register_forward_pre_hook(call, with_kwargs=True)
             else:
                 tells = True
             if router.module is not None and (tells or (z_loss and id(router.module) not in heard)):
                 heard.add(id(router.module))
-                run = partial(self._run, router, router.module.forward, tells)
-                replace_forward(router.module, torch.compiler.disable(run))
+                run = partial(torch.compiler.disable(Listener._run), self, router, router.module.forward, tells)
+                replace_forward(router.module, run)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Listener:
+        """Return a listener of a copy of the model, whose choices are not counted: it is trained by nobody."""
+        listener = memo[id(self)] = copy.copy(self)
+        listener.is_paused = True
+        return listener
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take in the inputs of a model's forward: a pre-hook of it."""
