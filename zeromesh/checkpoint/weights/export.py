@@ -267,6 +267,8 @@ def _merged(layer: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
     wide = dense_copy(layer).cpu()
     wide.to(torch.promote_types(dtype, torch.float32))
     while _is_adapted_layer(wide):
+        if hasattr(wide, "num_experts") and wide.get_param().ndim == 3:  # that of this rank, where ranks share them
+            change(wide, num_experts=len(wide.get_param()))
         wide.merge()
         wide = wide.base_layer
     merged: torch.Tensor = dense(wide) if name == "weight" else wide.get_parameter(name)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LIBRARIES = ("bitsandbytes", "torchao")
+BLOCK = 64  # values of a stacked weight that share a scale, as bitsandbytes has it by default
 
 
 class Unmade:
@@ -39,8 +40,9 @@ class Unmade:
 
     packing_format_for_cpu = False
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, **known: Any) -> None:
         self._path = path
+        vars(self).update(known)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -235,14 +237,15 @@ def _stack(module: nn.Module, name: str, path: str, config: Any) -> None:
     class Packed(bitsandbytes.Bnb4bitParametrization):  # type: ignore[misc, name-defined]
         def forward(self, packed: torch.Tensor) -> torch.Tensor:
             # PEFT looks at the shape before there are values.
-            if isinstance(self.quant_state, Unmade):
-                return torch.empty(plain.shape, dtype=plain.dtype, device=packed.device)
+            if isinstance(state := self.quant_state, Unmade):
+                return torch.empty(state.shape, dtype=state.dtype, device=packed.device)
             value: torch.Tensor = super().forward(packed)
             return value
 
     def make() -> torch.Tensor:
         value, state = import_module("bitsandbytes.functional").quantize_4bit(
             replayed(plain).detach().to(_device()),
+            blocksize=BLOCK,
             compress_statistics=config.bnb_4bit_use_double_quant,
             quant_type=config.bnb_4bit_quant_type,
         )
@@ -251,7 +254,7 @@ def _stack(module: nn.Module, name: str, path: str, config: Any) -> None:
         packed: torch.Tensor = value
         return packed
 
-    step = Packed(Unmade(f"{path}.{name}"))
+    step = Packed(Unmade(f"{path}.{name}", shape=plain.shape, dtype=plain.dtype, blocksize=BLOCK))
     empty = torch.empty((-(-plain.numel() // 2), 1), dtype=torch.uint8, device="meta")
     weight = nn.Parameter(compute_later(empty, make), requires_grad=False)
     change(weight, **{FOUR_BIT: step.quant_state})
