@@ -215,4 +215,4 @@ def test_adapters_of_experts_in_4_bits_are_those_of_their_values(stage, mesh, of
     for name, value in expected.items():
         torch.testing.assert_close(ranks[0][1][name], value, rtol=1e-4, atol=1e-5)
     here, frozen = ranks[0][2:]
-    assert here < 0.75 * frozen if stage == 3 else here >= frozen
+    assert here < 0.75 * frozen if stage == 3 or mesh else here >= frozen
