@@ -156,7 +156,7 @@ def test_what_is_written_is_the_plain_model_bit_for_bit(layout, folder, tmp_path
     assert sum(value.numel() for value in weights.values()) == sum(p.numel() for p in published.parameters())
     # Files that transformers opens, and checkpoints of other libraries, have the trained values.
     assert_same(dict(loaded(tmp_path / "model").state_dict()), after)
-    assert_same(get_fp32_state_dict_from_zero_checkpoint(tmp_path / "run"), {n: v.float() for n, v in after.items()})
+    assert_same(get_fp32_state_dict_from_zero_checkpoint(tmp_path / "run"), after)
     zeromesh.convert_checkpoint(tmp_path / "run", tmp_path / "universal", "deepspeed-universal", ranks=2)
     again = zeromesh.convert_checkpoint(tmp_path / "universal", tmp_path / "again")
     assert_same(masters(again), {n: v.float() for n, v in masters(tmp_path / "run" / "global_step1").items()})

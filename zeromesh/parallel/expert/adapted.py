@@ -60,7 +60,8 @@ def _plain_shape(module: nn.Module) -> nn.Module:
         empty = torch.empty(shape_of(steps), dtype=steps[0].quant_state.dtype, device="meta")
         change(twin, **{name: nn.Parameter(empty, requires_grad=False)})
     change(twin, _parameters=twin._parameters | module._parameters)
-    return twin
+    result: nn.Module = twin
+    return result
 
 
 def shape_of(steps: Any) -> torch.Size:
