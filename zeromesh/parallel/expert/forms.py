@@ -17,6 +17,7 @@ from torch import nn
 from zeromesh.base.dry.model_copy import undisturbed
 from zeromesh.base.split import Split
 from zeromesh.base.words import counted, some
+from zeromesh.parallel.expert.adapted import bare_modules, plain_path, with_adapters
 from zeromesh.parallel.expert.contract import Contract, Form
 
 __all__ = ["Contract", "Experts", "find_experts"]
@@ -67,7 +68,7 @@ def find_experts(model: nn.Module, targets: Sequence[str], ranks: int) -> list[E
         ValueError: a target that matches no module, a module that keeps no contract, experts that are unequal or that
             the ranks do not divide, or several ranks for a model without experts.
     """
-    modules = dict(model.named_modules())
+    modules = bare_modules(model)
     experts: list[Experts] = []
     objections: dict[str, str] = {}
     proven: dict[Any, Form] = {}  # by class, shapes and sizes: the layers of a model are alike
@@ -88,6 +89,7 @@ def find_experts(model: nn.Module, targets: Sequence[str], ranks: int) -> list[E
         experts.append(_stacked(name, module, proven[key], ranks))
     if objections and (targets or not experts):
         raise ValueError(_no_contract(modules, objections))
+    experts = [with_adapters(model, item) for item in experts]
     _check(model, experts, ranks)
     return experts
 
@@ -96,7 +98,7 @@ def _targeted(modules: Modules, targets: Sequence[str]) -> list[str]:
     names: set[str] = set()
     for target in targets:
         kinds = {name: {kind.__name__ for kind in type(module).__mro__} for name, module in modules.items()}
-        matches = {name for name in modules if fnmatchcase(name, target) or target in kinds[name]}
+        matches = {name for name in modules if fnmatchcase(plain_path(name), target) or target in kinds[name]}
         if not matches:
             raise ValueError(
                 f'experts.targets: "{target}" is the name of no module, and of no class of one; {_remedy(modules)}'

@@ -13,6 +13,7 @@ from torch import nn
 
 from zeromesh.base.split import Held
 from zeromesh.comm.mesh import Mesh
+from zeromesh.parallel.expert.adapted import take_part
 from zeromesh.parallel.expert.contract import Contract
 from zeromesh.parallel.expert.dispatch import RowExchange
 from zeromesh.parallel.expert.forms import Experts
@@ -47,6 +48,7 @@ def apply(model: nn.Module, mesh: Mesh, experts: Sequence[Experts]) -> None:
         exchange = RowExchange(mesh.group("expert"), tag, item.name)
         for (inner, attribute), value in item.sizes.items():
             setattr(item.module.get_submodule(inner), attribute, value)
+        take_part(item.module, mesh.group("expert").rank, mesh.group("expert").size)
         sharing = ExpertSharing(exchange, item.count, lines, tag + RowExchange.TAGS)
         SHARES[item.contract](model, item, sharing)
 
