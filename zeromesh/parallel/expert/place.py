@@ -12,7 +12,8 @@ import torch
 
 from zeromesh.base.split import Held
 from zeromesh.comm.mesh import Mesh
-from zeromesh.parallel.expert.dispatch import Exchange
+from zeromesh.parallel.activation.choices import add_router
+from zeromesh.parallel.expert.dispatch import RowExchange
 from zeromesh.parallel.expert.forms import Experts
 from zeromesh.parallel.expert.routed import RoutedExperts
 from zeromesh.parallel.follow.activation_parts import replace_forward
@@ -39,9 +40,10 @@ def apply(mesh: Mesh, experts: Sequence[Experts]) -> None:
     """Let modules with experts compute over the ranks that share these; their parameters have been cut already."""
     lines = mesh.group("tensor") if mesh.group("tensor").size > 1 else None
     for number, item in enumerate(experts):
-        tag = FIRST_TAG + number * (Exchange.TAGS + RoutedExperts.TAGS)
-        exchange = Exchange(mesh.group("expert"), tag, item.name)
+        tag = FIRST_TAG + number * (RowExchange.TAGS + RoutedExperts.TAGS)
+        exchange = RowExchange(mesh.group("expert"), tag, item.name)
         for (inner, attribute), value in item.sizes.items():
             setattr(item.module.get_submodule(inner), attribute, value)
-        shared = RoutedExperts(item.module, exchange, item.count, item.beyond, lines, tag + Exchange.TAGS)
+        shared = RoutedExperts(item.module, exchange, item.count, item.beyond, lines, tag + RowExchange.TAGS)
         replace_forward(item.module, torch.compiler.disable(shared.__call__))
+        add_router(item.module)
