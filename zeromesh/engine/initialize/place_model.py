@@ -191,11 +191,9 @@ class Placing:
 
     def share_experts(self) -> None:
         """Let modules with experts compute over the ranks that share these."""
-        from zeromesh.parallel.activation.choices import keep_choices
         from zeromesh.parallel.expert.place import apply
 
-        apply(self.plan.mesh, self.experts)
-        keep_choices(self.plan.model)
+        apply(self.plan.model, self.plan.mesh, self.experts)
 
     def chunk_losses(self) -> None:
         """Compute losses of whole heads a chunk of tokens at a time."""
