@@ -75,6 +75,6 @@ class Plan:
         return self.mesh.group("world")
 
 
-def cuts_parameters(settings: Resolved, shards: int, tensor: int) -> bool:
+def cuts_parameters(settings: Resolved, shards: int, splits: int) -> bool:
     """Return whether an optimizer may update less than whole parameters on so many ranks of these axes."""
-    return (settings.row.optimizer is Placement.SHARDED and shards > 1) or tensor > 1
+    return (settings.row.optimizer is Placement.SHARDED and shards > 1) or splits > 1

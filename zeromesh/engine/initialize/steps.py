@@ -174,7 +174,7 @@ def plan_run(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
     tables = agree_run(
         world, "choose its tables", lambda: choose_tables(model, resolved, resolved_split, stages, first)
     )
-    cuts = cuts_parameters(resolved, mesh.shard.size, mesh.group("tensor").size)
+    cuts = cuts_parameters(resolved, mesh.shard.size, mesh.sizes["tensor"] * mesh.sizes["expert"])
     before = memory_before(model, mesh.device)
 
     def prepare() -> Plan:
