@@ -67,33 +67,30 @@ HUES = (BLUE, ORANGE, GREEN, VIOLET)
 def expert_groups() -> str:
     """Return the groups of eight ranks: data 2 x context 2 x tensor 2, with four ranks for eight experts."""
     canvas, left, wide = Canvas(262), 86.0, 36.0
-    size = EXPERT_COUNT // EXPERT_RANKS
-    rows = [(name, lambda rank, name=name: str(axis_place(rank, name))) for name in SIZES]
+    count = EXPERT_COUNT // EXPERT_RANKS
     canvas.text(8, 25, "rank", 12)
-    for number, (name, _) in enumerate(rows):
-        canvas.text(8, 53 + 26 * number, f"{name} {SIZES[name]}")
-    canvas.text(8, 141, f"expert {EXPERT_RANKS}")
-    canvas.text(8, 167, "expert_data")
+    sizes = SIZES | {"expert": EXPERT_RANKS}
+    rows = {axis: 38 + 26 * number for number, axis in enumerate(SIZES)} | {"expert": 126, "expert_data": 152}
+    for axis, y in rows.items():
+        canvas.text(8, y + 15, f"{axis} {sizes.get(axis, '')}".strip())
     canvas.text(8, 193, "experts")
     for rank in range(8):
-        x, expert = left + wide * rank, rank % EXPERT_RANKS
+        x, place = left + wide * rank, places(rank)
+        expert, group = place["expert"], place["expert_data"]
+        fills = {"expert": (GREY, "#fff")[group], "expert_data": HUES[expert]}
         canvas.box(x, 10, wide - 2, 22, GREY, str(rank), 12)
-        for number, (_, place) in enumerate(rows):
-            canvas.box(x, 38 + 26 * number, wide - 2, 22, "#fff", place(rank))
-        canvas.box(x, 126, wide - 2, 22, (GREY, "#fff")[rank // EXPERT_RANKS], str(expert))
-        canvas.box(x, 152, wide - 2, 22, HUES[expert], str(rank // EXPERT_RANKS))
-        canvas.box(x, 178, wide - 2, 22, HUES[expert], f"{size * expert}, {size * expert + 1}")
+        for axis, y in rows.items():
+            canvas.box(x, y, wide - 2, 22, fills.get(axis, "#fff"), str(place[axis]))
+        canvas.box(x, 178, wide - 2, 22, HUES[expert], f"{count * expert}, {count * expert + 1}")
     canvas.text(8, 222, "Ranks 0-3 and 4-7 exchange rows: each four have all experts.", 10)
     canvas.text(8, 236, "Ranks of one colour have the same experts: their gradients are", 10)
     canvas.text(8, 250, "summed, and ZeRO shards them over these ranks.", 10)
     return canvas.svg("Groups of eight ranks: four neighbours share the experts, ranks of one colour have the same")
 
 
-def axis_place(rank: int, axis: str) -> int:
-    """Return a rank's place along an axis, of ranks that are counted with the last axis innermost."""
-    inner = 1
-    for name in reversed(SIZES):
-        if name == axis:
-            return rank // inner % SIZES[name]
-        inner *= SIZES[name]
-    raise ValueError(f"{axis!r} is no axis of {', '.join(SIZES)}")
+def places(rank: int) -> dict[str, int]:
+    """Return a rank's place along every axis; the last axis of ``SIZES`` is innermost."""
+    found, rest = {"expert": rank % EXPERT_RANKS, "expert_data": rank // EXPERT_RANKS}, rank
+    for axis in reversed(SIZES):
+        rest, found[axis] = divmod(rest, SIZES[axis])
+    return found
