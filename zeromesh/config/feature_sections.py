@@ -96,6 +96,16 @@ class EmbeddingTables(Section):
     )
 
 
+class Experts(Section):
+    """Experts of a mixture. The ranks of mesh.expert share them."""
+
+    targets: Names = key(
+        (),
+        "Class names or glob patterns of module names: the modules that hold the experts of a layer. Empty: those that "
+        "are found by the shapes of their parameters.",
+    )
+
+
 class ActivationCheckpointing(Section):
     """Recompute activations in the backward instead of saving them."""
 
