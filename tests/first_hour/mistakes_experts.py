@@ -38,13 +38,14 @@ def _files(end: str, steps: int = 1) -> dict[str, str]:
     return {"mixtures.py": model, "train.py": BEGINNING.replace("STEPS", str(steps)) + end}
 
 
-ALL_RANKS = "all ranks that share experts take part in each forward"
+ALONE = "only at ZeRO stages 0 to 2, and where ranks share neither experts nor layers, a forward needs no other rank"
+WAITS = "numbers of rows for experts 'blocks.0.experts'"
 
 MISTAKES = [
     Mistake(
         "uneven loaders of a mixture",
         LAUNCH,
-        ("error: rank 0 ended after 2 updates; rank 1 waits in update 3, in the forward", "train.py:", BATCHES),
+        ("error: rank 0 ended after 2 updates; rank 1 waits in update 3, in the forward", WAITS, BATCHES),
         _files("for number in range(2 + rank): step(number)"),
         status=1,
         silent_about=CIRCULAR,
@@ -62,7 +63,8 @@ MISTAKES = [
         LAUNCH,
         (
             "error: rank 1 ended after 2 updates; rank 0 waits in a forward without gradients after 2 updates",
-            ALL_RANKS,
+            WAITS,
+            ALONE,
         ),
         _files("for number in range(2): step(number)\nif rank == 0: evaluate()"),
         status=1,
@@ -71,7 +73,12 @@ MISTAKES = [
     Mistake(
         "a mixture is evaluated on rank 0 alone, between updates",
         LAUNCH,
-        ("in a forward without gradients after 2 updates", ALL_RANKS),
+        (
+            "in update 3, in the forward: exchange over the axis expert",
+            "in update 3, in the backward: all_to_all over the axis expert",
+            "Without gradients, since the last update: 1 forward on rank 0; 0 forwards on rank 1.",
+            ALONE,
+        ),
         _files("for number in range(4):\n    step(number)\n    if rank == 0 and number == 1: evaluate()"),
         status=1,
         silent_about=CIRCULAR,
@@ -102,7 +109,7 @@ MISTAKES = [
             "    step(number)"
         ),
         status=1,
-        silent_about=("could not be finished",),
-        most_lines=40,
+        silent_about=("could not be finished", "silenced"),
+        most_lines=70,  # the traceback
     ),
 ]
