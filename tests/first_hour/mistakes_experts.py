@@ -80,7 +80,7 @@ MISTAKES = [
             ALONE,
         ),
         _files("for number in range(4):\n    step(number)\n    if rank == 0 and number == 1: evaluate()"),
-        status=1,
+        status=70,
         silent_about=CIRCULAR,
         most_lines=20,
     ),
