@@ -1,0 +1,224 @@
+"""Load of experts, the selection bias, z-loss and the auxiliary loss of the global batch, beside one plain process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compare import assert_close
+from harness import on_ranks
+from run import sgd, start_engine, whole_parameters
+
+EXPERTS, TOP_K, LAYERS, RATE = 4, 2, 2, 0.01
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 16,
+    "num_hidden_layers": LAYERS, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
+    "n_routed_experts": EXPERTS, "num_local_experts": EXPERTS, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K,
+    "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "afmoe": {"num_dense_layers": 0, "num_shared_experts": 1, "layer_types": ["full_attention"] * LAYERS},
+    "deepseek_v3": {"n_group": 2, "topk_group": 2, "first_k_dense_replace": 0, "kv_lora_rank": 8, "q_lora_rank": 8,
+                    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+}  # fmt: skip
+
+
+def mixture(family: str, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
+    """Return a tiny model of a family whose routers have an uneven selection bias, if they have one."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(family, **SIZES | OF_FAMILY.get(family, {}) | more)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").to(dtype)
+    for number, bias in enumerate(biases_of(model).values()):
+        with torch.no_grad():
+            bias.copy_(torch.arange(EXPERTS) * 0.001 * (-1) ** number)
+    return model
+
+
+def biases_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    tensors = (*model.named_buffers(), *model.named_parameters())
+    return {name: tensor for name, tensor in tensors if name.endswith(("correction_bias", "expert_bias"))}
+
+
+def micro_batch(number: int, rows: int = 2, padding: int = 3) -> dict[str, torch.Tensor]:
+    """Return a micro-batch whose first row begins with padding."""
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(1, 64, (rows, 8), generator=generator)
+    mask = torch.ones_like(tokens)
+    mask[0, :padding] = 0
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
+
+
+class Plain:
+    """One process in plain torch: its choices are counted, and its biases moved as the paper says."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.optimizer = model, torch.optim.SGD(model.parameters(), lr=0.1)
+        self.mask = torch.ones(0)
+        self.counts: dict[str, torch.Tensor] = {}
+        for name, module in model.named_modules():
+            if name.endswith(".experts"):
+                self.counts[name] = torch.zeros(EXPERTS, dtype=torch.float64)
+                module.register_forward_pre_hook(lambda module, args, name=name: self.count(name, args[1]))
+
+    def count(self, name: str, chosen: torch.Tensor) -> None:
+        present = chosen[self.mask.view(-1) != 0]
+        self.counts[name] += torch.bincount(present.view(-1), minlength=EXPERTS)
+
+    def update(self, batches: list[dict[str, torch.Tensor]]) -> float:
+        losses = []
+        for batch in batches:
+            self.mask = batch["attention_mask"]
+            loss = self.model(**batch).loss
+            (loss / len(batches)).backward()
+            losses.append(loss.item())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for counts, bias in zip(self.counts.values(), biases_of(self.model).values(), strict=True):
+            change = RATE * torch.sign(counts.mean() - counts)
+            with torch.no_grad():
+                bias += (change - change.mean()).to(bias.dtype)
+            counts.zero_()
+        return sum(losses) / len(losses)
+
+
+def engine_of(model: Any, stage: int = 0, **rest: Any) -> Any:
+    sections = {"micro": 2, "stage": stage, "optimizer": sgd(0.1), "experts": {"bias_update_rate": RATE}}
+    return start_engine(model, **sections | rest)
+
+
+def train(engine: Any, batches: list[dict[str, torch.Tensor]]) -> float:
+    for batch in batches:
+        engine.backward(engine(**batch).loss)
+        engine.step()
+    return float(engine.get_mean_loss())
+
+
+def compare(family: str, stage: int, **rest: Any) -> None:
+    """Compare three updates of engines on two ranks with those of one process."""
+    plain, engine = Plain(mixture(family)), engine_of(mixture(family), stage, accumulation=2, **rest)
+    rank = engine.data_rank
+    for step in range(3):
+        each = [[micro_batch(100 * step + 10 * r + m) for m in range(2)] for r in range(engine.data_size)]
+        expected = plain.update([batch for batches in each for batch in batches])
+        assert train(engine, each[rank]) == pytest.approx(expected, abs=1e-9)
+        engine.eval()
+        with torch.no_grad():
+            engine(**micro_batch(999 + rank))  # is not counted
+        engine.train()
+    assert_close(whole_parameters(engine.module), dict(plain.model.named_parameters()), 1e-9, 1e-9)
+    expected = biases_of(plain.model)
+    found = {**whole_parameters(engine.module), **dict(engine.module.named_buffers())}
+    for name, bias in expected.items():
+        torch.testing.assert_close(found[name], bias, rtol=0, atol=1e-9)
+        assert bias.abs().max() > RATE  # it has moved
+
+
+@on_ranks(2)
+def test_a_bias_in_a_buffer_moves_as_in_one_process() -> None:
+    compare("minimax_m2", 0)
+    compare("minimax_m2", 3, activation_checkpointing={"enabled": True})
+
+
+@on_ranks(2)
+def test_a_bias_in_a_frozen_parameter_moves_as_in_one_process() -> None:
+    compare("afmoe", 1)
+    compare("afmoe", 3)
+
+
+# Losses.
+
+Z_LOSS = 0.05
+
+
+def with_z_loss(model: Any) -> Any:
+    """Return a function of a batch: the model's loss, plus the z-loss of ST-MoE of each router, in plain torch."""
+    logits: list[torch.Tensor] = []
+    for name, module in model.named_modules():
+        if name.endswith(".gate"):
+            module.register_forward_hook(lambda module, args, output: logits.append(output[0]))
+
+    def loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits.clear()
+        total = model(**batch).loss
+        present = batch["attention_mask"].view(-1).bool()
+        return total + sum(Z_LOSS * each[present].logsumexp(-1).square().mean() for each in logits)
+
+    return loss
+
+
+def plain_step(model: Any, loss_of: Any, batches: list[dict[str, torch.Tensor]]) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in batches:
+        (loss_of(batch) / len(batches)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sections"),
+    [
+        (1, {"accumulation": 2}),
+        (2, {"stage": 3, "accumulation": 2, "activation_checkpointing": {"enabled": True}}),
+        pytest.param(2, {"mesh": {"tensor": 2}, "accumulation": 2}, marks=pytest.mark.full),
+        pytest.param(2, {"mesh": {"pipeline": 2}, "accumulation": 2}, marks=pytest.mark.full),
+        pytest.param(
+            2, {"mesh": {"pipeline": 2}, "accumulation": 2, "pipeline": {"recompute": True}}, marks=pytest.mark.full
+        ),
+    ],
+)
+@on_ranks("ranks")
+def test_z_loss_changes_gradients_as_if_it_were_a_part_of_the_loss(ranks: int, sections: dict[str, Any]) -> None:
+    plain = mixture("minimax_m2")
+    engine = engine_of(mixture("minimax_m2"), **{"experts": {"z_loss": Z_LOSS, "report_load": True}} | sections)
+    batches = [[micro_batch(10 * r + m, padding=m) for m in range(2)] for r in range(engine.data_size)]
+    before = {name: value.clone() for name, value in plain.named_parameters()}
+    plain_step(plain, with_z_loss(plain), [batch for each in batches for batch in each])
+    if engine.pipelined is not None:
+        engine.train_batch(iter(batches[engine.data_rank]))
+    else:
+        train(engine, batches[engine.data_rank])
+    assert_close(whole_parameters(engine.module), dict(plain.named_parameters()), 1e-9, 1e-9)
+    assert all(load.z_loss is not None for load in engine.expert_report().values())
+    gate = "model.layers.0.mlp.gate.weight"
+    assert not torch.equal(before[gate], dict(plain.named_parameters())[gate])
+
+
+@on_ranks(2)
+def test_the_models_auxiliary_loss_is_the_mean_over_micro_batches() -> None:
+    plain = mixture("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
+    engine = engine_of(mixture("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5), 3, experts={})
+    batches = [micro_batch(rank) for rank in range(2)]
+    plain_step(plain, lambda batch: plain(**batch).loss, batches)
+    train(engine, [batches[engine.data_rank]])
+    assert_close(whole_parameters(engine.module), dict(plain.named_parameters()), 1e-9, 1e-9)
+
+
+def joined(batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+
+
+@pytest.mark.parametrize("sections", [{"stage": 0}, {"stage": 3, "activation_checkpointing": {"enabled": True}}])
+@on_ranks(2)
+def test_the_global_auxiliary_loss_is_that_of_one_process(sections: dict[str, Any]) -> None:
+    family = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    plain = mixture("qwen3_moe", torch.float32, **family)
+    engine = engine_of(
+        mixture("qwen3_moe", torch.float32, **family), **{"experts": {"auxiliary_loss": "global"}} | sections
+    )
+    # As many labels on each rank, so that the mean over ranks is that over tokens.
+    batches = [micro_batch(rank, padding=3) for rank in range(2)]
+    plain_step(plain, lambda batch: plain(**batch).loss, [joined(batches)])
+    loss = train(engine, [batches[engine.data_rank]])
+    torch.manual_seed(0)
+    whole = mixture("qwen3_moe", torch.float32, **family)(**joined(batches)).loss
+    assert loss == pytest.approx(whole.item(), rel=1e-6)
+    assert_close(whole_parameters(engine.module), dict(plain.named_parameters()), 1e-6, 1e-6)
+    engine.eval()
+    if engine.data_rank == 0 and engine.config.zero_optimization.stage == 0:  # one rank alone may evaluate
+        with torch.no_grad():
+            engine(**batches[0])
