@@ -80,7 +80,7 @@ class Mixture(nn.Module):
         self.blocks = nn.ModuleList(Block(width, experts) for _ in range(blocks))
         self.head = nn.Linear(width, WORDS)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
