@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from harness import on_ranks, run_ranks
 from zeromesh import Mesh
@@ -93,7 +95,7 @@ def on_a_rank(case: str) -> dict[str, Any]:
     hidden, index, weights = inputs(case, group.rank)
     mesh.traffic.reset()
     y = forward(hidden, index, weights=weights)
-    sent = mesh.traffic.bytes["all_to_all", "data"]
+    sent, calls = mesh.traffic.bytes["all_to_all", "data"], mesh.traffic.calls["all_to_all", "data"]
     tensors = (hidden, weights, module.up, module.down)
     gradients = torch.autograd.grad(y, tensors, upstream(case, group.rank), allow_unused=False)
     return {
@@ -244,3 +246,34 @@ def test_recomputation_sends_again_also_where_a_rank_has_no_rows_to_compute() ->
         y = run(hidden.clone().mul(2), index, weights)
         results.append(torch.autograd.grad(y.square().sum(), (hidden, weights, *module.parameters())))
     torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def of_transformers(implementation: str, first: int, stop: int) -> nn.Module:
+    config = MixtralConfig(hidden_size=8, intermediate_size=16, num_local_experts=EXPERTS)
+    config._experts_implementation = implementation
+    experts = MixtralExperts(config)
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in [*experts.named_parameters()]:
+        values = torch.randn(parameter.shape, generator=generator) / 4
+        setattr(experts, name, nn.Parameter(values[first:stop]))
+    experts.num_experts = stop - first
+    return experts
+
+
+@on_ranks(2)
+def test_grouped_products_are_those_of_transformers_and_the_same_bits_in_every_run() -> None:
+    _, group = data_group()
+    local = EXPERTS // group.size
+    hidden, index, weights = (x.float().detach() if x.is_floating_point() else x for x in inputs("any", group.rank))
+    hidden, index = torch.cat([hidden, hidden[:, :3]], 1), index // 2 * 2  # half of the experts get no rows
+    results = []
+    for implementation in ("grouped_mm", "grouped_mm", "eager"):
+        module = of_transformers(implementation, group.rank * local, (group.rank + 1) * local)
+        forward = RoutedExperts(module, RowExchange(group, 40, "moe"), EXPERTS)
+        x, factors = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
+        y = forward(x, index, factors)
+        results.append((y, *torch.autograd.grad(y.square().sum(), (x, factors, *module.parameters()))))
+    first, again, eager = results
+    torch.testing.assert_close(first, again, rtol=0, atol=0)
+    torch.testing.assert_close(first, eager)
+    assert not first[3][1::2].any()
