@@ -98,12 +98,10 @@ def on_a_rank(case: str) -> dict[str, Any]:
     sent, calls = mesh.traffic.bytes["all_to_all", "data"], mesh.traffic.calls["all_to_all", "data"]
     tensors = (hidden, weights, module.up, module.down)
     gradients = torch.autograd.grad(y, tensors, upstream(case, group.rank), allow_unused=False)
-    return {
-        "y": y.detach(),
-        "gradients": gradients,
-        "sent": sent,
-        "back": mesh.traffic.bytes["all_to_all", "data"] - sent,
-    }
+    assert calls == 2, "once there and once back"
+    assert mesh.traffic.calls["all_to_all", "data"] == 4
+    back = mesh.traffic.bytes["all_to_all", "data"] - sent
+    return {"y": y.detach(), "gradients": gradients, "sent": sent, "back": back}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -36,6 +36,7 @@ class RoutedExperts:
         beyond: number of experts without parameters that come after them; each rank computes these itself.
         lines: ranks that are given the same tokens, of which each sends its part; None if no others are.
         tag: first of ``TAGS`` tags on ``lines``.
+        choices: smallest ``K`` that the module's own forward can be called with.
     """
 
     TAGS = 3
@@ -48,11 +49,12 @@ class RoutedExperts:
         beyond: int = 0,
         lines: Group | None = None,
         tag: int = 0,
+        choices: int = 1,
     ) -> None:
         self._module, self._exchange, self._beyond = module, exchange, beyond
         self._local = count // exchange.group.size
         self._count = count
-        self._lines, self._tag = lines, tag
+        self._lines, self._tag, self._choices = lines, tag, choices
         self._forward = module.forward
         self._signature = inspect.signature(self._forward)
         if lines is not None:
@@ -70,14 +72,19 @@ class RoutedExperts:
         """
         hidden, index, weights = self._arguments(*args, **kwargs)
         shape, width = hidden.shape, index.shape[-1]
-        hidden, index, weights = hidden.reshape(-1, shape[-1]), index.reshape(-1, width), weights.reshape(-1, width)
+        hidden, index, weights = (
+            hidden.reshape(-1, shape[-1]),
+            index.reshape(-1, width).long(),
+            weights.reshape(-1, width),
+        )
         if self._lines is None:
             return self._shared(hidden, index, weights).view(shape)
         return self._in_parts(self._lines, hidden, index, weights).view(shape)
 
     def _arguments(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
         values = tuple(self._signature.bind(*args, **kwargs).arguments.values())
-        if len(values) != 3 or values[1].is_floating_point() or values[1].shape != values[2].shape:
+        tensors = len(values) == 3 and all(isinstance(value, Tensor) for value in values)
+        if not tensors or values[1].is_floating_point() or values[1].shape != values[2].shape:
             shapes = ", ".join(
                 str(tuple(value.shape)) if isinstance(value, Tensor) else repr(value) for value in values
             )
@@ -139,7 +146,9 @@ class RoutedExperts:
         if (grouped := _grouped_product(self._module, self._forward)) is not None:
             results = _grouped_forward(self._module, inputs, experts, self._local, grouped)
         else:
-            results = self._forward(inputs, experts[:, None], factors.new_ones(pairs, 1)).reshape(pairs, -1)
+            ones = factors.new_zeros(pairs, self._choices)
+            ones[:, 0] = 1
+            results = self._forward(inputs, experts[:, None].expand_as(ones), ones).reshape(pairs, -1)
         return choice.add_up(results * factors[:, None]).to(rows.dtype)
 
 
