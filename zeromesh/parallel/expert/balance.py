@@ -132,7 +132,7 @@ class Balance:
 
     def values(self) -> dict[str, float]:
         """Return values for monitors: the load of the fullest expert, entropy, drops and z-loss of each layer."""
-        values = {}
+        values: dict[str, float] = {}
         for name, layer in self.report().items():
             place = name.removesuffix(".experts")
             figures = {"load": max(layer.load), "entropy": layer.entropy, "drops": layer.dropped, "z": layer.z_loss}

@@ -204,7 +204,7 @@ class Listener:
             self._note_squares(router, (squares if weights is None else squares * weights).sum())
         if not logits.requires_grad:
             return logits
-        result = _ZLoss.apply(logits, weights, self.z_loss, self.factor)
+        result = _ZLoss.apply(logits, weights, self.z_loss, self.factor)  # type: ignore[no-untyped-call]
         assert isinstance(result, Tensor)
         return result
 
@@ -247,5 +247,5 @@ class _ZLoss(torch.autograd.Function):
         if ctx.weights is not None:
             weights = ctx.weights.to(wide.dtype).view_as(size)
             tokens, size = weights.sum().clamp(min=1), size * weights
-        own = size * wide.softmax(-1) * (2 * ctx.coefficient * ctx.factor() / tokens)
-        return gradient + own.to(gradient.dtype), None, None, None
+        added = size * wide.softmax(-1) * (2 * ctx.coefficient * ctx.factor() / tokens)
+        return gradient + added.to(gradient.dtype), None, None, None
