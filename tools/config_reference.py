@@ -30,7 +30,7 @@ PURPOSES = {
     "the optimizer and the learning rate": "optimizer scheduler curriculum_learning",
     "the precision": "bf16 fp16 torch_autocast data_types float8 compile",
     "sharding and offload": "zero_optimization slots aio",
-    "tensor, context and pipeline parallelism, hybrid sharding": "mesh tensor_parallel context_parallel pipeline",
+    "tensor, context, pipeline, expert parallelism, replicas": "mesh tensor_parallel context_parallel pipeline experts",
     "slow links between nodes": "communication",
     "recomputation": "activation_checkpointing",
     "large embedding tables": "embedding_tables",

@@ -30,12 +30,12 @@ def test_sizes_of_the_batch_and_of_shard_groups_are_products() -> None:
 
 PLACES = {
     "base/axes.py": {
-        '    "expert": AxisRole(planned=False),\n': '    "expert": AxisRole(planned=False),\n'
+        '    "expert": AxisRole(folded=True, planned=False),\n': '    "expert": AxisRole(folded=True, planned=False),\n'
         '    "echo": AxisRole(copies=True, planned=False),\n'
     },
     "config/feature_sections.py": {
-        "    expert: PositiveInt = key(": '    echo: PositiveInt = key(1, "Ranks with the same samples.")\n'
-        "    expert: PositiveInt = key("
+        "    expert: PositiveInt = key(\n": '    echo: PositiveInt = key(1, "Ranks with the same samples.")\n'
+        "    expert: PositiveInt = key(\n"
     },
 }
 """Places of a new axis: texts in them, and what they become."""

@@ -31,7 +31,7 @@ def join(split: Split, whole: torch.Tensor) -> torch.Tensor:
 def test_parts_are_cut_and_joined(split: Split, intervals: list[list[tuple[int, int]]]) -> None:
     assert [list(part) for part in split.intervals] == intervals
     parts = [split.take(WHOLE, rank) for rank in range(split.ranks)]
-    assert {tuple(part.shape) for part in parts} == {split.shape(WHOLE.shape)}
+    assert {tuple(part.shape) for part in parts} == {split.shape(WHOLE.shape, 0)}
     assert torch.equal(join(split, WHOLE), WHOLE)
     for rank, part in enumerate(parts):
         filled = sum(count for _, _, count in split.boxes(rank))

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from zeromesh.base.words import counted
+
 
 @dataclass(frozen=True)
 class AxisRole:
@@ -16,6 +18,7 @@ class AxisRole:
     copies: bool = False  # the ranks hold the same shards, which the first of them counts in norms and saves
     layers: bool = False  # each rank has layers of its own
     splits: bool = False  # the ranks share the work of one copy of the model on one batch
+    folded: bool = False  # its groups are cut out of those of other axes: it divides no ranks of its own
     planned: bool = True  # the planner knows what the axis costs
 
     @property
@@ -26,12 +29,12 @@ class AxisRole:
     @property
     def same_loss(self) -> bool:
         """True if all ranks come to the same loss, from the same inputs."""
-        return not (self.samples or self.layers)
+        return not (self.samples or self.layers or self.folded)
 
     @property
     def same_rows(self) -> bool:
         """True if all ranks hold the same of what is not split, such as rows of tables."""
-        return not (self.shards or self.layers)
+        return not (self.shards or self.layers or self.folded)
 
 
 # Name -> role, outermost first: ranks along the last axis are neighbours.
@@ -41,13 +44,37 @@ AXES: Mapping[str, AxisRole] = {
     "pipeline": AxisRole(layers=True, splits=True),
     "context": AxisRole(shards=True, splits=True),
     "tensor": AxisRole(splits=True),
-    "expert": AxisRole(planned=False),
+    "expert": AxisRole(folded=True, planned=False),
 }
+
+GRID = tuple(axis for axis, role in AXES.items() if not role.folded)
+"""Axes whose sizes, multiplied, are the number of ranks."""
+
+FOLDED = tuple(axis for axis in GRID if not (AXES[axis].copies or AXES[axis].layers))
+"""Axes out of whose ranks those of a folded axis are cut: the ranks of one copy of a stage."""
 
 
 def data_size(sizes: Mapping[str, int]) -> int:
     """Return the number of shares of the global batch, from the size of every axis."""
     return prod(sizes[axis] for axis, role in AXES.items() if role.samples)
+
+
+def world_size(sizes: Mapping[str, int]) -> int:
+    """Return the number of ranks, from the size of every axis."""
+    return prod(sizes[axis] for axis in GRID)
+
+
+def folded_problem(sizes: Mapping[str, int]) -> str:
+    """Return why so many ranks cannot share experts, and which numbers can; "" if they can."""
+    size, cut = sizes["expert"], prod(sizes[axis] for axis in FOLDED)
+    if cut % size == 0:
+        return ""
+    product = " x ".join(f"{axis} {sizes[axis]}" for axis in FOLDED)
+    fitting = ", ".join(str(count) for count in range(1, cut + 1) if cut % count == 0)
+    return (
+        f"mesh.expert is {size}, which does not divide the {counted(cut, 'rank')} of one copy of a stage ({product}), "
+        f"out of which the groups that share experts are cut; set it to one of {fitting}"
+    )
 
 
 def shard_size(sizes: Mapping[str, int]) -> int:

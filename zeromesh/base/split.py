@@ -1,4 +1,4 @@
-"""Split of a parameter along one dim over the ranks of the tensor axis. Pure arithmetic."""
+"""Split of a parameter along one dim over the ranks of the tensor or the expert axis. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class Split:
 
     dim: int
     size: int  # of the whole dim
-    length: int  # of the dim on each rank; what its intervals do not fill, at the end, is padding
+    # Of the dim on each rank that has an interval; what the intervals do not fill, at the end, is padding.
+    length: int
     # By rank, ranges of the whole dim in the order in which the rank has them: two of a fused gate-up weight, three of
     # a fused qkv weight, one of most others.
     intervals: tuple[tuple[Interval, ...], ...]
@@ -55,18 +56,30 @@ class Split:
         starts = [min(rank * length, size) for rank in range(ranks)]
         return cls(dim, size, length, tuple(((start, min(start + length, size)),) for start in starts))
 
+    @classmethod
+    def on(cls, dim: int, size: int, ranks: int, owner: int) -> Split:
+        """Leave all of the dim to one rank, and nothing, without padding, to the others: one expert of a list."""
+        return cls(dim, size, size, tuple(((0, size),) if rank == owner else () for rank in range(ranks)))
+
     @property
     def ranks(self) -> int:
-        """Number of ranks along the tensor axis."""
+        """Number of ranks along the axis."""
         return len(self.intervals)
+
+    @property
+    def owner(self) -> int | None:
+        """The only rank that has any of it; None if several have."""
+        owners = [rank for rank, part in enumerate(self.intervals) if part]
+        return owners[0] if len(owners) == 1 < self.ranks else None
 
     def holders(self, start: int, stop: int) -> list[int]:
         """Return the ranks that have the interval ``[start, stop)``, in order; the first of them owns it."""
         return [rank for rank, part in enumerate(self.intervals) if (start, stop) in part]
 
-    def shape(self, whole_shape: Sequence[int]) -> tuple[int, ...]:
+    def shape(self, whole_shape: Sequence[int], rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's part of a parameter."""
-        return (*whole_shape[: self.dim], self.length, *whole_shape[self.dim + 1 :])
+        length = self.length if self.intervals[rank] else 0
+        return (*whole_shape[: self.dim], length, *whole_shape[self.dim + 1 :])
 
     def boxes(self, rank: int) -> list[tuple[int, int, int]]:
         """Return a rank's entries of the dim: (start in its own part, start in the whole, count)."""
@@ -79,7 +92,7 @@ class Split:
 
     def take(self, parameter: Tensor, rank: int) -> Tensor:
         """Return a rank's part of a whole parameter."""
-        part = parameter.new_zeros(self.shape(parameter.shape))  # padding is zero
+        part = parameter.new_zeros(self.shape(parameter.shape, rank))  # padding is zero
         for at, start, count in self.boxes(rank):
             part.narrow(self.dim, at, count).copy_(parameter.narrow(self.dim, start, count))
         return part
@@ -90,20 +103,21 @@ READ = 1 << 22  # elements of a whole parameter that are read at a time where th
 
 @dataclass(frozen=True)
 class Held:
-    """Part of one parameter that this rank holds along the tensor axis."""
+    """Part of one parameter that this rank holds along an axis."""
 
     whole: tuple[int, ...]  # shape of the whole parameter
     split: Split | None = None  # None where all ranks hold all of it
-    rank: int = 0  # this one, along the tensor axis
+    rank: int = 0  # this one, along the axis
     ranks: int = 1
     # Whether ranks use what all of them hold in different ways, and each has a share of its gradient: as of a norm on
     # their own heads, or on parts of the sequence. Of a split parameter this is always so where several hold the same.
     partial: bool = False
+    axis: str = "tensor"  # group of the mesh whose ranks hold the other parts
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the part on this rank."""
-        return self.whole if self.split is None else self.split.shape(self.whole)
+        return self.whole if self.split is None else self.split.shape(self.whole, self.rank)
 
     def cut(self, tensor: Tensor) -> Tensor:
         """Return this rank's part of a whole tensor of the parameter's shape."""

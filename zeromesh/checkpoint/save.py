@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zeromesh.base.axes import AXES
+from zeromesh.base.axes import AXES, GRID
 from zeromesh.base.version import VERSION
 from zeromesh.checkpoint.boxes import Box
 from zeromesh.checkpoint.checkpoint_folder import Draft, require_free, require_tag
@@ -193,7 +193,7 @@ def numbers(engine: RunState) -> dict[str, Any]:
 def _place(mesh: Mesh) -> dict[str, Any]:
     """Return which share of each tensor this rank has, and on which ranks the other ones are."""
     strides, ranks = [], 1
-    for axis in reversed([*AXES]):
+    for axis in reversed(GRID):
         if AXES[axis].shards and mesh.sizes[axis] > 1:
             strides.append([mesh.sizes[axis], ranks])
         ranks *= mesh.sizes[axis]

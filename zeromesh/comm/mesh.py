@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from zeromesh.base.axes import AXES, data_size
+from zeromesh.base.axes import AXES, FOLDED, GRID, data_size, folded_problem, world_size
 from zeromesh.base.words import counted
 from zeromesh.comm import local, trust, watchdog
 from zeromesh.comm.calls import compare_calls
@@ -27,8 +27,6 @@ _Shape = tuple[int, ...]
 # group stay until the default group is destroyed, and all others with it; a process may make many engines before that.
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, _Shape, _Shape, int], dist.ProcessGroup]]
 _made = WeakKeyDictionary()
-
-_ORDER = tuple(AXES)
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,8 @@ class Mesh:
     """The processes of a run, arranged by named axes.
 
     Args:
-        sizes: number of ranks along each axis; axes left out have size 1. The product must be the world size.
+        sizes: number of ranks along each axis; axes left out have size 1. The product must be the world size, without
+            the size of a folded axis, such as expert, which must divide the ranks of one copy of a stage.
         device: the device on which this rank's tensors live.
         links: on which node this rank is, and what follows from it.
 
@@ -62,9 +61,9 @@ class Mesh:
         self.sizes = {axis: int(sizes.get(axis, 1)) for axis in AXES}
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        if prod(self.sizes.values()) != self.world_size:
-            product = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "1"
-            wanted = counted(prod(self.sizes.values()), "rank")
+        if world_size(self.sizes) != self.world_size:
+            product = " x ".join(f"{axis} {self.sizes[axis]}" for axis in GRID if self.sizes[axis] > 1) or "1"
+            wanted = counted(world_size(self.sizes), "rank")
             raise ValueError(
                 f"the mesh has {product} = {wanted}, and the run has {self.world_size}; "
                 "give the data axis the size -1, which fills what is left, or start as many ranks as the mesh has"
@@ -96,7 +95,7 @@ class Mesh:
         return None if self.world_size == 1 or backend_for(self.device) == "mpi" else trust.shared_store()
 
     def _make_groups(self) -> dict[str, Group]:
-        axes = [axis for axis in AXES if self.sizes[axis] > 1]
+        axes = [axis for axis in GRID if self.sizes[axis] > 1]
         groups = {axis: self._make_group(axis, None) for axis in AXES}
         groups["world"] = self._make_group("world", dist.group.WORLD)
         if len(axes) == 1:  # needs no process group of its own, whose threads and sockets cost time and memory
@@ -108,15 +107,41 @@ class Mesh:
         groups["shard"] = self._merged_group("+".join(sharding), sharding, groups) if sharding else groups["data"]
         alike = [axis for axis in axes if not AXES[axis].layers]
         groups["stage"] = groups["world"] if alike == axes else self._merged_group("stage", alike, groups)
-        return groups
+        return groups | self._folded_groups(groups)
+
+    def _folded_groups(self, groups: Mapping[str, Group]) -> dict[str, Group]:
+        """Return the ranks that share experts, neighbours in a copy of a stage, and those that have the same ones."""
+        size, cut = self.sizes["expert"], prod(self.sizes[axis] for axis in FOLDED)
+        if size == 1:
+            return {"expert_data": groups["shard"]}
+        if problem := folded_problem(self.sizes):
+            raise ValueError(problem)
+        order = tuple(self._permuted([axis for axis in GRID if axis not in FOLDED], FOLDED).flatten().tolist())
+        shape = (self.world_size // cut, cut // size, size)
+        names = {1: "expert_data", 2: "expert"}
+        members: dict[str, dist.ProcessGroup | None] = dict.fromkeys(names.values())
+        if size == self.world_size:
+            members["expert"] = dist.group.WORLD
+        else:
+            kept = [place for place in range(3) if shape[place] > 1]
+            wanted = [place for place in names if shape[place] > 1]
+            made = _groups_of(
+                self.device, tuple(shape[place] for place in kept), order, [kept.index(place) for place in wanted]
+            )
+            members |= {names[place]: group for place, group in zip(wanted, made, strict=True)}
+        return {name: self._make_group(name, group) for name, group in members.items()}
+
+    def _permuted(self, outer: Sequence[str], inner: Sequence[str]) -> torch.Tensor:
+        """Return the ranks with these axes outside of those; shape (sizes of ``outer``, sizes of ``inner``)."""
+        ranks = torch.tensor(self._order, device="cpu").view([self.sizes[axis] for axis in GRID])
+        return ranks.permute([GRID.index(axis) for axis in (*outer, *inner)])
 
     def _merged_group(self, name: str, axes: Sequence[str], groups: Mapping[str, Group]) -> Group:
         """Return this rank's group along several axes at once, each of several ranks."""
         if len(axes) < 2:
             return groups[axes[0]] if axes else self._make_group(name, None)
-        rest = [axis for axis in AXES if axis not in axes]
-        ranks = torch.tensor(self._order, device="cpu").view([*self.sizes.values()])
-        order = ranks.permute([_ORDER.index(axis) for axis in (*rest, *axes)]).flatten().tolist()
+        rest = [axis for axis in GRID if axis not in axes]
+        order = self._permuted(rest, axes).flatten().tolist()
         sizes = [self.sizes[axis] for axis in rest if self.sizes[axis] > 1]
         shape = (*sizes, prod(self.sizes[axis] for axis in axes))
         merged = dist.group.WORLD
@@ -147,15 +172,14 @@ class Mesh:
 
     def lines(self, axis: str) -> list[list[int]]:
         """Return all groups of ranks that differ along an axis only, each in the order of the axis."""
-        ranks = torch.tensor(self._order, device="cpu").view([*self.sizes.values()])
-        rows: list[list[int]] = ranks.movedim(_ORDER.index(axis), -1).reshape(-1, self.sizes[axis]).tolist()
+        others = [other for other in GRID if other != axis]
+        rows: list[list[int]] = self._permuted(others, [axis]).reshape(-1, self.sizes[axis]).tolist()
         return rows
 
     def shares(self) -> list[list[int]]:
         """Return the ranks of each share of the global batch, in the order of ``data_rank``."""
-        ranks = torch.tensor(self._order, device="cpu").view([*self.sizes.values()])
-        axes = sorted(range(len(_ORDER)), key=lambda place: not AXES[_ORDER[place]].samples)
-        shares: list[list[int]] = ranks.permute(axes).reshape(self.data_size, -1).tolist()
+        axes = sorted(GRID, key=lambda axis: not AXES[axis].samples)
+        shares: list[list[int]] = self._permuted(axes, []).reshape(self.data_size, -1).tolist()
         return shares
 
     def compare_calls(self) -> None:
@@ -181,8 +205,8 @@ class Mesh:
             return self._groups[axis]
         name = f"{axis}/{count}"
         if name not in self._groups:
-            shape = [part for a in AXES for part in ((size // count, count) if a == axis else (self.sizes[a],))]
-            place = sum(1 for a in _ORDER[: _ORDER.index(axis)] if self.sizes[a] > 1) + (size > count)
+            shape = [part for a in GRID for part in ((size // count, count) if a == axis else (self.sizes[a],))]
+            place = sum(1 for a in GRID[: GRID.index(axis)] if self.sizes[a] > 1) + (size > count)
             (members,) = _groups_of(self.device, tuple(part for part in shape if part > 1), self._order, [place])
             self._groups[name] = self._make_group(name, members)
         return self._groups[name]
@@ -197,6 +221,10 @@ class Mesh:
     def shard(self) -> Group:
         """Ranks over which states are sharded: those along data and context, which compute different gradients."""
         return self._groups["shard"]
+
+    def shards_of(self, axis: str) -> Group:
+        """Return the ranks over which states are sharded of parameters that are split along ``axis``."""
+        return self._groups["expert_data" if AXES[axis].folded else "shard"]
 
     @property
     def replicate(self) -> Group:

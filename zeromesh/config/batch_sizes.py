@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from math import isqrt, prod
 from typing import NamedTuple
 
+from zeromesh.base.axes import GRID, folded_problem
 from zeromesh.base.words import counted
 from zeromesh.config.errors import ConfigError
 
@@ -119,7 +120,7 @@ def _divide(train: int, sizes: Mapping[str, int], data_size: int) -> int:
 
 
 def solve_mesh(sizes: Mapping[str, int], shard_group: tuple[str, int] | None, world_size: int) -> dict[str, int]:
-    """Return the size of every axis; their product is ``world_size``.
+    """Return the size of every axis; the product of those that are not folded is ``world_size``.
 
     Args:
         sizes: size by axis; ``data`` may be -1, for what is left.
@@ -138,14 +139,17 @@ def solve_mesh(sizes: Mapping[str, int], shard_group: tuple[str, int] | None, wo
         filled, fixed["data"] = "" if sizes["replicate"] > 1 else "replicate", size
     elif sizes["data"] != -1:
         filled = ""
-    product = prod(size for axis, size in fixed.items() if axis != filled)
+    product = prod(fixed[axis] for axis in GRID if axis != filled)
     if world_size % product or (not filled and world_size != product):
         raise ConfigError([_mesh_problem(fixed, filled, product, world_size)])
-    return {axis: world_size // product if axis == filled else size for axis, size in fixed.items()}
+    solved = {axis: world_size // product if axis == filled else size for axis, size in fixed.items()}
+    if problem := folded_problem(solved):
+        raise ConfigError([problem])
+    return solved
 
 
 def _mesh_problem(sizes: Mapping[str, int], filled: str, product: int, world_size: int) -> str:
-    named = [axis for axis, size in sizes.items() if axis != filled and size != 1] or ["data"]
+    named = [axis for axis in GRID if axis != filled and sizes[axis] != 1] or ["data"]
     arithmetic = " x ".join(named) + " = " + " x ".join(str(sizes[axis]) for axis in named)
     arithmetic += f" = {product}" if len(named) > 1 else ""
     if not filled:

@@ -96,6 +96,16 @@ class EmbeddingTables(Section):
     )
 
 
+class Experts(Section):
+    """Experts of a mixture. The ranks of mesh.expert share them."""
+
+    targets: Names = key(
+        (),
+        "Class names or glob patterns of module names: the modules that hold the experts of a layer. Empty: those that "
+        "are found by the shapes of their parameters.",
+    )
+
+
 class ActivationCheckpointing(Section):
     """Recompute activations in the backward instead of saving them."""
 
@@ -240,14 +250,18 @@ class Aio(Section):
 
 
 class MeshSizes(Section):
-    """Number of ranks along each axis. Their product is the world size."""
+    """Number of ranks along each axis. Their product, without ``expert``, is the world size."""
 
     replicate: PositiveInt = key(1, "Shard groups, which hold replicas of each other (hybrid sharding).")
     data: Int = key(-1, "Data-parallel ranks in one shard group. -1: all remaining ranks.", ge=-1)
     pipeline: PositiveInt = key(1, "Pipeline-parallel ranks: each holds a part of the layers.")
     context: PositiveInt = key(1, "Context-parallel ranks: they share a sequence.")
     tensor: PositiveInt = key(1, "Tensor-parallel ranks: they share each layer.")
-    expert: PositiveInt = key(1, "Ranks that share the experts of a layer.")
+    expert: PositiveInt = key(
+        1,
+        "Expert-parallel ranks: they share the experts of a layer. Not a factor of the number of ranks: these are "
+        "neighbours among those of data, context and tensor, whose product it divides.",
+    )
 
     @field_validator("data")
     @classmethod

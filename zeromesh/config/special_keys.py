@@ -88,8 +88,7 @@ GONE: dict[str, str] = _TABLES["gone"]
 ON_IF_THERE = ("sparse_attention", "zero_optimization.zeropp_loco_param", "run.roll_back")
 """Keys of ``GONE`` that any object or number switches on, since they have no switch inside."""
 
-# mesh.expert stays: it is an axis of the mesh, whose sizes are multiplied.
-UNREAD = frozenset({*GONE, *WITHOUT_EFFECT, *NOT_YET}) - {"mesh.expert"}
+UNREAD = frozenset({*GONE, *WITHOUT_EFFECT, *NOT_YET})
 """Keys that are not in the settings."""
 
 

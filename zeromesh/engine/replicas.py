@@ -35,7 +35,9 @@ def require_equal_replicas(sharded: ShardedModel, when: str) -> None:
     """
     mesh = sharded.mesh
     # What is gathered after each update is compared where it is whole, which finds a faulty gather, too.
-    differences = [*_differences(mesh.shard, _whole(sharded))]
+    differences = []
+    for axis in sorted({flat.layout.axis for flat in sharded.flats}):
+        differences += _differences(mesh.shards_of(axis), _whole(sharded, axis))
     for copies in mesh.copies:
         differences += _differences(copies, _kept(sharded))
     world = mesh.group("world")
@@ -85,10 +87,10 @@ def _differences(group: Group, tensors: Iterator[tuple[str, torch.Tensor]]) -> l
     return lines
 
 
-def _whole(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that every rank of the shard group holds whole."""
+def _whole(sharded: ShardedModel, axis: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors, of those split along an axis, that every rank of the shard group holds whole."""
     for unit in sharded.units:
-        for flat in unit.flats:
+        for flat in (flat for flat in unit.flats if flat.layout.axis == axis):
             if not unit.sharded and unit.state is State.FETCHED:
                 for segment in flat.layout.segments:
                     yield _kind(flat) + segment.name, flat.full[segment.start : segment.stop]

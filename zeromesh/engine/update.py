@@ -82,7 +82,7 @@ class Update:
         self._mesh, self._accumulation = sharded.mesh, sharded.accumulation
         # Gradients of states on the host are not the optimizer's own either.
         shards = sharded.row.optimizer is Placement.SHARDED and self._mesh.shard.size > 1
-        self._holds_pieces = shards or self._mesh.sizes["tensor"] > 1 or sharded.updates_on_host
+        self._holds_pieces = shards or sharded.is_split or self._mesh.sizes["tensor"] > 1 or sharded.updates_on_host
         self._first_batches = first_batches
         self._asked, self._skipped_in_a_row = 0, 0
         self._save_failed, self._told_uneven = save_failed, False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
@@ -55,9 +55,20 @@ def find_units(model: nn.Module, targets: Sequence[str] = ()) -> list[tuple[str,
     return [(name, module) for name, module in large if any(id(p) not in shared for p in module.parameters())]
 
 
-def unit_modules(model: nn.Module, targets: Sequence[str] = ()) -> list[tuple[str, nn.Module]]:
-    """Return the modules that are fetched by themselves: ``find_units``, and tiles of linear layers inside them."""
-    units = dict(find_units(model, targets))
+def unit_modules(
+    model: nn.Module, targets: Sequence[str] = (), experts: Collection[str] = ()
+) -> list[tuple[str, nn.Module]]:
+    """Return the modules that are fetched by themselves: ``find_units``, and tiles of linear layers inside them.
+
+    So are those with the names ``experts``, whose parameters are sharded over other ranks than those around them, and
+    with them nothing inside of them.
+    """
+    units = {
+        name: module
+        for name, module in find_units(model, targets)
+        if not any(name.startswith(f"{outer}.") for outer in experts)
+    }
+    units |= {name: model.get_submodule(name) for name in experts}
     leaves = [(name, module) for name, module in model.named_modules() if is_leaf(module)]
     tiles = [(name, module) for name, module in model.named_modules() if isinstance(module, Tile)]
     units |= {name: module for name, module in tiles if not _inside(name, leaves)}

@@ -66,6 +66,11 @@ class Layout:
         return cls(dtype, trainable, tuple(segments), shards, padded(max(position, 1), dtype.itemsize, shards))
 
     @property
+    def axis(self) -> str:
+        """Axis along which ranks hold other parts of these parameters."""
+        return self.segments[0].held.axis
+
+    @property
     def shard_size(self) -> int:
         """Elements that each rank owns."""
         return self.size // self.shards

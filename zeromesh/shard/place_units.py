@@ -25,7 +25,7 @@ from zeromesh.shard.tables.tables import TableSettings
 PURPOSES = ("parameters", "gradients", "summed gradients", "a whole tensor")
 
 Named = Sequence[tuple[str, nn.Parameter]]
-Kind = tuple[torch.dtype, bool, tuple[int, ...], bool]
+Kind = tuple[torch.dtype, bool, tuple[int, ...], bool, str]
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,21 @@ class Sharding:
 
 @dataclass(frozen=True)
 class ModelPart:
-    """This rank's part of a model that is split along the tensor axis or cut along the pipeline."""
+    """This rank's part of a model that is split along the tensor or expert axis, or cut along the pipeline."""
 
-    # By name, what this rank holds of parameters that are split, or used in different ways, along the tensor axis.
+    # By name, what this rank holds of parameters that are split, or used in different ways, along one of these axes.
     split: Mapping[str, Held] = field(default_factory=dict)
     tied: Mapping[str, Sequence[int]] = field(default_factory=dict)  # pipeline stages that have a parameter, if several
     idle: Collection[str] = ()  # names of buffers that are here, and that another stage computes with
+    experts: Collection[str] = ()  # names of modules whose parameters are split along the expert axis: units
 
 
-def make_units(model: nn.Module, targets: Sequence[str], tables: Collection[str] = ()) -> list[Unit]:
+def make_units(
+    model: nn.Module, targets: Sequence[str], tables: Collection[str] = (), experts: Collection[str] = ()
+) -> list[Unit]:
     """The units of a model, the root first, without parameters yet; see ``unit_modules``. Tables are not units."""
     units = [Unit(0, "", model, None)]
-    named_modules = [(name, module) for name, module in unit_modules(model, targets) if name not in tables]
+    named_modules = [(name, module) for name, module in unit_modules(model, targets, experts) if name not in tables]
     by_name = {"": units[0]}
     for index, (name, module) in enumerate(named_modules, start=1):
         parent = by_name[next((outer for outer in prefixes(name) if outer in by_name), "")]
@@ -87,12 +90,13 @@ def lay_out(
     number, chosen = 0, dtypes(units[0].module, sharding.precision)
     for unit, is_away in zip(units, away, strict=True):
         row, flats = sharding.row if is_away else sharding.row.on_device, []
-        kinds = _kinds(owned[unit.name], chosen, sharding, part.tied)
-        for (dtype, trainable, tied_stages, narrow), members in kinds.items():
+        kinds = _kinds(owned[unit.name], chosen, sharding, part)
+        for (dtype, trainable, tied_stages, narrow, axis), members in kinds.items():
             shapes = [(name, parameter.shape) for name, parameter in members]
             unsplit = {name: Held(tuple(shape), rank=tensor.rank, ranks=tensor.size) for name, shape in shapes}
             held_parts = {name: part.split.get(name) or unsplit[name] for name in unsplit}
-            layout = Layout.build(shapes, dtype, trainable, mesh.shard.size, held_parts)
+            group = mesh.shards_of(axis)
+            layout = Layout.build(shapes, dtype, trainable, group.size, held_parts)
             # What is frozen has no master that it could rest in.
             its_row = row if trainable else sharding.row
             flat = Flat(layout, [parameter for _, parameter in members], number, its_row, mesh, tied_stages)
@@ -105,21 +109,22 @@ def lay_out(
                 )
             flats.append(flat)
             for offset, purpose in enumerate(PURPOSES):
-                mesh.shard.purposes[flat.tag + offset] = f"{purpose} of {unit}"
+                group.purposes[flat.tag + offset] = f"{purpose} of {unit}"
             number += 1
         placements.append((unit, flats, row))
     return placements
 
 
 def _kinds(
-    named: Named, chosen: Mapping[int, torch.dtype], sharding: Sharding, tied: Mapping[str, Sequence[int]]
+    named: Named, chosen: Mapping[int, torch.dtype], sharding: Sharding, part: ModelPart
 ) -> dict[Kind, list[tuple[str, nn.Parameter]]]:
-    """The parameters by (dtype to compute in, trainable, pipeline stages that have it if several do, narrow)."""
+    """The parameters by (dtype to compute in, trainable, stages that have it if several do, narrow, axis)."""
     kinds: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
         # Of one kind are parameters that can travel in one message, and be updated or left alone together.
         # What is frozen rests rounded nowhere, and is written back from where it was gathered.
         narrow = parameter.requires_grad and name in sharding.narrow
-        kind = chosen[id(parameter)], parameter.requires_grad, tuple(tied.get(name, ())), narrow
+        axis = part.split[name].axis if name in part.split else "tensor"
+        kind = chosen[id(parameter)], parameter.requires_grad, tuple(part.tied.get(name, ())), narrow, axis
         kinds.setdefault(kind, []).append((name, parameter))
     return kinds

@@ -79,7 +79,7 @@ class ShardedModel:
         self.model, self.mesh, self.row, self.idle = model, mesh, row, part.idle
         self.sharded = row.parameter is Placement.SHARDED
         # Everything is laid out before anything gets memory, so that what does not fit is refused first.
-        self.units = make_units(model, sharding.targets, sharding.tables.modules)
+        self.units = make_units(model, sharding.targets, sharding.tables.modules, part.experts)
         mixed = precision.compute is not None and not precision.narrow_masters
         self.accumulation = accumulation or Accumulation(1)
         laid_out = lay_out(
@@ -198,7 +198,7 @@ class ShardedModel:
 
     @property
     def is_split(self) -> bool:
-        """True if ranks along the tensor axis hold parts of some parameter."""
+        """True if ranks along the tensor or expert axis hold parts of some parameter."""
         return any(segment.held.split is not None for flat in self.flats for segment in flat.layout.segments)
 
     @property
@@ -339,7 +339,11 @@ class ShardedModel:
                     unit.begin_fetch(self.mesh, None)
             next(windows, None)
         # One message now, so that no fetch of the next forward has to wait for one.
-        share_scales([(flat.narrow, flat.shard) for flat in self.flats if flat.narrow is not None], self.mesh.shard)
+        narrow = [flat for flat in self.flats if flat.narrow is not None]
+        for axis in sorted({flat.layout.axis for flat in narrow}):
+            share_scales(
+                [(f.narrow, f.shard) for f in narrow if f.narrow and f.layout.axis == axis], self.mesh.shards_of(axis)
+            )
         if self.stored is not None:
             self.stored.read_ahead(units)  # the next forward begins with these
         self._settle()  # the next forward waits for the last copies, the host does not
@@ -368,14 +372,14 @@ class ShardedModel:
             mine = [(piece, None if value is None else value.flatten()) for piece, value in picked]
         # A rank may hold no piece, or none with a state yet: all of them together say whether there is anything.
         present = torch.tensor([float(any(value is not None for _, value in mine))], dtype=torch.float64)
-        if not bool(self.mesh.shard.exchange(present).any()):
+        if not bool(self.mesh.group("stage" if segment.held.axis == "expert" else "shard").exchange(present).any()):
             return None
         full = torch.zeros(segment.shape.numel(), dtype=flat.master.dtype, device=self.mesh.device)
         for piece, value in mine:
             if value is not None:
                 full[piece.start : piece.stop] = value
         if flat.own.stop - flat.own.start < flat.layout.size:
-            self.mesh.shard.all_reduce(full, flat.tag + 3)
+            flat.group.all_reduce(full, flat.tag + 3)
         return join(segment.held, full.view(segment.shape), self.mesh)
 
     @property

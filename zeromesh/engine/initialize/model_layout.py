@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+from collections.abc import Sequence
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from zeromesh.comm.message_formats import FORMATS
 from zeromesh.engine.batches import loss_of
 from zeromesh.parallel.tensor.derive import derive
 from zeromesh.parallel.tensor.sequence import Stack, find_stacks
+from zeromesh.parallel.tensor.split_plan import PlanRule
 from zeromesh.parallel.tensor.split_plan import SplitPlan as SplitPlan
 from zeromesh.parallel.tensor.tensor_plan import as_json, parse, resolve
 from zeromesh.shard.tables.find_tables import find_tables
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from zeromesh.base.loader import Loader
     from zeromesh.config.settings import Resolved, Settings
     from zeromesh.engine.pipelined import Pipelined
+    from zeromesh.parallel.expert.forms import Experts
 
 # Plan of the tensor axis, and the stacks of blocks between which the sequence is split.
 Split = tuple[SplitPlan, list[Stack]]
@@ -58,8 +61,23 @@ def make_mesh(settings: Settings, environment: Environment | None = None) -> Mes
     return Mesh(sizes, device_of_group(environment), links)
 
 
+def find_shared_experts(model: nn.Module, settings: Resolved, mesh: Mesh) -> list[Experts]:
+    """Return the experts that the ranks of the expert axis share; none where it has one rank."""
+    if mesh.sizes["expert"] == 1:
+        return []
+    # Imported here: a dense model needs none of it.
+    from zeromesh.parallel.expert.forms import find_experts
+
+    return find_experts(model, settings.experts.targets, mesh.sizes["expert"])
+
+
 def split_plan(
-    model: nn.Module, settings: Resolved, mesh: Mesh, loader: Loader | None = None, loss_fn: Any = None
+    model: nn.Module,
+    settings: Resolved,
+    mesh: Mesh,
+    experts: Sequence[Experts] = (),
+    loader: Loader | None = None,
+    loss_fn: Any = None,
 ) -> Split | None:
     """Return the plan of the tensor axis: the user's entries over derived ones; None where the axis has one rank."""
     group = mesh.group("tensor")
@@ -78,6 +96,11 @@ def split_plan(
     # The rows of tables are spread over the data ranks; only a rule of the user's splits one over these ranks instead.
     tables, _ = find_tables(model, settings.embedding_tables.modules, {})
     derived_rules = {name: rule for name, rule in derived_rules.items() if name not in tables}
+    # Experts that ranks share are whole, and what calls them gets all tokens of this rank's samples.
+    derived_rules = dict.fromkeys((item.caller for item in experts), PlanRule("shared_experts")) | derived_rules
+    inside = [f"{item.name}." for item in experts]
+    named = (*(name for name, _ in model.named_modules()), *(name for name, _ in model.named_parameters()))
+    without = {*tables, *(name for name in named if any(name.startswith(prefix) for prefix in inside))}
     if mesh.rank == 0:
         listing = "".join(f"\n  {note}" for note in notes)
         _log.info(
@@ -86,7 +109,7 @@ def split_plan(
             as_json(derived_rules | user_rules),
             listing,
         )
-    resolved = resolve(model, user_rules, derived_rules, group.rank, group.size, without=tables)
+    resolved = resolve(model, user_rules, derived_rules, group.rank, group.size, without=without)
     if mesh.rank == 0:
         parameters = [(parameter, resolved.of_parameter.get(id(parameter))) for parameter in model.parameters()]
         every = sum(parameter.nbytes for parameter, _ in parameters)

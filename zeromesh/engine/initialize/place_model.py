@@ -67,6 +67,7 @@ class Placing:
         plan: says where everything goes.
         groups: parameters that are updated, of this rank's stages.
         split: plan of the tensor axis, of this rank's stages.
+        experts: that ranks share, of this rank's stages.
         sequences: spread over ranks; None where they are not.
         sharded: the placed states; None until then.
         optimizer: updates this rank's pieces; None if there is none.
@@ -76,7 +77,7 @@ class Placing:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.groups, self.split = plan.groups, plan.split
+        self.groups, self.split, self.experts = plan.groups, plan.split, plan.experts
         self.optimizer, self.scheduler = plan.optimizer, plan.scheduler
         self.sequences: SpreadSequences | None = None
         self.sharded: ShardedModel | None = None
@@ -121,6 +122,7 @@ class Placing:
         assert plan.stages is not None
         precision = plan.settings.precision
         self.groups, self.split = layout.take_stage(plan.model, plan.stages, self.groups, self.split, precision)
+        self.experts = [item for item in self.experts if next(item.module.parameters(), None) is not None]
 
     def find_values(self) -> None:
         """Find what gives each parameter its value."""
@@ -164,7 +166,13 @@ class Placing:
             narrow=gathered_weights(plan.model, self._unquantized, plan.heads) if settings.float8.gather else (),
         )
         split = {} if self.split is None else self.split[0].held
-        part = ModelPart(split) if stages is None else ModelPart(split, stages.tied, stages.idle)
+        experts: list[str] = []
+        if self.experts:
+            from zeromesh.parallel.expert.place import holdings
+
+            split, experts = split | holdings(plan.mesh, self.experts), [item.caller for item in self.experts]
+        tied, idle = ({}, ()) if stages is None else (stages.tied, stages.idle)
+        part = ModelPart(split, tied, idle, experts)
         managed = settings.managed_gradient_accumulation
         accumulation = Accumulation(settings.gradient_accumulation_steps, scaler, managed)
         files = preparation(plan.model, settings, plan.offload, plan.mesh)
@@ -180,6 +188,12 @@ class Placing:
         apply(plan.model, resolved, mesh.group("tensor"), mesh.device, stacks, using, blocks, plan.check)
         # Dropout between split layers has to draw the same numbers on all ranks of the tensor axis.
         share_random_state(mesh.group("tensor"))
+
+    def share_experts(self) -> None:
+        """Let modules with experts compute over the ranks that share these."""
+        from zeromesh.parallel.expert.place import apply
+
+        apply(self.plan.mesh, self.experts)
 
     def chunk_losses(self) -> None:
         """Compute losses of whole heads a chunk of tokens at a time."""
@@ -261,7 +275,7 @@ UNIT = {"shard states": "the new forward asks for the parameters of its unit"}
 PIECES = {"shard states": "it gets pieces of the placed states", "agree on values": "masters are the agreed values"}
 ITS_STATES = dict.fromkeys(("adopt optimizer", "build optimizer"), "it is its states that rest elsewhere")
 INSIDE = dict.fromkeys(
-    ("spread sequences", "split layers", "chunk losses", "use float8"),
+    ("spread sequences", "split layers", "share experts", "chunk losses", "use float8"),
     "what is computed again includes what others put around a layer's forward",
 )
 
@@ -272,6 +286,11 @@ TRANSFORMATIONS = (
     Transformation(Placing.place_buffers),
     Transformation(Placing.shard_states, after={"find values": "each unit gets its values as it is placed"}),
     Transformation(Placing.split_layers, lambda plan: plan.split is not None, UNIT),
+    Transformation(
+        Placing.share_experts,
+        lambda plan: bool(plan.experts),
+        UNIT | {"split layers": "its hooks are around the exchange of tokens"},
+    ),
     Transformation(Placing.chunk_losses, lambda plan: bool(plan.heads), UNIT),
     Transformation(
         Placing.use_float8,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved, Settings
     from zeromesh.engine.observe.monitors import Monitor
     from zeromesh.engine.pipelined import Pipelined
+    from zeromesh.parallel.expert.forms import Experts
     from zeromesh.parallel.follow.token_check import TokenCheck
 
 Config = str | Path | Mapping[str, Any]
@@ -51,6 +52,7 @@ class Plan:
     says_batch: bool  # whether the configuration gives a size of batches
     mesh: Mesh
     split: Split | None  # None where the tensor axis has one rank
+    experts: list[Experts]  # that ranks share; none where the expert axis has one rank
     check: TokenCheck | None  # of code between split layers where sequences are spread over the tensor axis
     heads: list[str]  # layers whose losses are computed a chunk of tokens at a time, where they are not split
     stages: Pipelined | None  # None where there is one stage
@@ -75,6 +77,6 @@ class Plan:
         return self.mesh.group("world")
 
 
-def cuts_parameters(settings: Resolved, shards: int, tensor: int) -> bool:
+def cuts_parameters(settings: Resolved, shards: int, splits: int) -> bool:
     """Return whether an optimizer may update less than whole parameters on so many ranks of these axes."""
-    return (settings.row.optimizer is Placement.SHARDED and shards > 1) or tensor > 1
+    return (settings.row.optimizer is Placement.SHARDED and shards > 1) or splits > 1

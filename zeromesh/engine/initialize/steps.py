@@ -52,6 +52,7 @@ from zeromesh.shard.parameters import hooks
 if TYPE_CHECKING:
     from zeromesh.base.loader import Loader
     from zeromesh.config.settings import Resolved, Settings
+    from zeromesh.parallel.expert.forms import Experts
 
 _log = logging.getLogger("zeromesh")
 
@@ -158,23 +159,24 @@ def plan_run(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
         _tell_batch(settings, resolved, mesh.data_size)
         tell_narrowed(model, resolved.precision, "data_types.keep_in_fp32_modules")
 
-    def lay_out() -> tuple[layout.Split | None, Loader | None, list[str]]:
+    def lay_out() -> tuple[layout.Split | None, list[Experts], Loader | None, list[str]]:
         layout.refuse_axes(model, mesh)
+        experts = layout.find_shared_experts(model, resolved, mesh)
         # DeepSpeed's PipelineModule takes the samples in the data set's order.
         shuffles = not isinstance(model, PipelineModule)
         loader = setup.build_loader(chosen.data, chosen.collate_fn, resolved, mesh, shuffles, chosen.data_seed)
-        split = layout.split_plan(model, resolved, mesh, loader, chosen.loss_fn)
+        split = layout.split_plan(model, resolved, mesh, experts, loader, chosen.loss_fn)
         # Found in the whole model: a stage may have the head without the embedding over whose entries it is.
         heads = heads_over_vocabulary(model) if resolved.chunked_loss else []
-        return split, loader, heads if split is None else []
+        return split, experts, loader, heads if split is None else []
 
-    split, loader, heads = agree_run(world, "prepare its layout and data", lay_out)
+    split, experts, loader, heads = agree_run(world, "prepare its layout and data", lay_out)
     stages = layout.plan_stages(model, resolved, mesh, loader, chosen.loss_fn)
     resolved_split = None if split is None else split[0]
     tables = agree_run(
         world, "choose its tables", lambda: choose_tables(model, resolved, resolved_split, stages, first)
     )
-    cuts = cuts_parameters(resolved, mesh.shard.size, mesh.group("tensor").size)
+    cuts = cuts_parameters(resolved, mesh.shard.size, mesh.sizes["tensor"] * mesh.sizes["expert"])
     before = memory_before(model, mesh.device)
 
     def prepare() -> Plan:
@@ -186,6 +188,7 @@ def plan_run(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
             says_batch=settings.says_batch,
             mesh=mesh,
             split=split,
+            experts=experts,
             check=check_of(model, *split, mesh.sizes["tensor"]) if split is not None and split[1] else None,
             heads=heads,
             stages=stages,
@@ -204,6 +207,7 @@ def plan_run(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
     sources, failure = catch(lambda: describe_sources(model))
     compared = {
         "the tensor-parallel plan": "" if split is None else describe_plan(split[0]),
+        "the experts of the model": "\n".join(f"{item.name}: {item.count} {item.contract.name}" for item in experts),
         "training_data": f"samples: {'none' if loader is None else loader.sampler.length}",
         "the checkpoint that is read": sources or "",
     }

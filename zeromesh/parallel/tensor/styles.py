@@ -337,8 +337,9 @@ _experts = partial(Style, kinds=("module",), whole_sequence=True)
 
 # Names are those of transformers' base_model_tp_plan, and mean the same, so that published plans can be read. Ours are
 # colwise_parts and rowwise_parts, right whatever is between them; vocabulary, of a head; heads, of torch's own
-# attention; moe_shared_bias, for what experts add after the layer split by rows; and moe_colwise to
-# moe_rowwise_split_input, of modules that hold one layer of all experts.
+# attention; shared_experts, for what calls experts that the ranks of the expert axis share; moe_shared_bias, for what
+# experts add after the layer split by rows; and moe_colwise to moe_rowwise_split_input, of modules that hold one layer
+# of all experts.
 STYLES: Mapping[str, Style] = {
     "colwise": _columns(plain=True, kinds=("linear", "embedding", "parameter")),
     "rowwise": _rows(plain=True, kinds=LINEAR),
@@ -368,6 +369,7 @@ STYLES: Mapping[str, Style] = {
     "moe_rowwise_split_input": _experts(steps=(split_input, output("sum"))),
     "moe_identity_expert": _experts(steps=(share_input,)),
     "moe_shared_bias": Style(hold_shares, (divide_parameter,), kinds=("parameter",)),
+    "shared_experts": _experts(),
     "all_reduce": _experts(steps=(copy_inputs, output("sum"))),
     "local_params": Style(kinds=ANY),
     "replicate": Style(kinds=ANY),

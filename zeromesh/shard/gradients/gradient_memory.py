@@ -12,6 +12,7 @@ import torch
 
 from zeromesh.base.placement import Tier
 from zeromesh.base.spans import span
+from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.gradients.gradient import Arrival, Gradient, GradientPolicy
 from zeromesh.shard.parameters.slots import Pool, Slot, largest
@@ -40,7 +41,6 @@ class GradientMemory:
         settle: Callable[[], bool],
     ) -> None:
         self._gradients, self._policy, self._mesh = gradients, policy, mesh
-        self._group = mesh.shard
         self._rules = PoolRules(policy.sharded, policy.owned, accumulates, policy.slots)
         # Finishes the oldest reduction under way, which frees its buffers; returns False if there is none.
         self._settle = settle
@@ -67,7 +67,7 @@ class GradientMemory:
         return gradient_pools(map(self._bytes, self._gradients), self._rules)
 
     def _bytes(self, gradient: Gradient) -> FullGradient:
-        layout, policy, group = gradient.layout, self._policy, self._group
+        layout, policy, group = gradient.layout, self._policy, self._group(gradient)
         dtypes = gradient.slot_dtype, policy.wire_dtype(layout), policy.shard_dtype(layout)
         width, wire, shard_width = (dtype.itemsize for dtype in dtypes)
         return full_gradient(
@@ -78,9 +78,13 @@ class GradientMemory:
             adopted=gradient.in_place,
         )
 
+    def _group(self, gradient: Gradient) -> Group:
+        """Return the ranks over which a gradient is summed."""
+        return self._mesh.shards_of(gradient.layout.axis)
+
     def converts(self, gradient: Gradient) -> bool:
         """Return whether a gradient is sent in another dtype than that of its slot."""
-        return self._group.size > 1 and gradient.slot_dtype != self._policy.wire_dtype(gradient.layout)
+        return self._group(gradient).size > 1 and gradient.slot_dtype != self._policy.wire_dtype(gradient.layout)
 
     def _buffer_dtype(self, gradient: Gradient) -> torch.dtype:
         """Return the dtype of the shard's own memory; as narrow as the sum on the host, if nothing is added to it."""
@@ -136,7 +140,7 @@ class GradientMemory:
 
     def receive(self, gradient: Gradient, dtype: torch.dtype) -> tuple[torch.Tensor, Slot | None]:
         """Return memory for the other ranks' parts; without a slot where none is needed."""
-        elements = self._group.receive_elements(gradient.layout.shard_size)
+        elements = self._group(gradient).receive_elements(gradient.layout.shard_size)
         if not elements:  # nor does this sum have to wait for others to end
             return torch.empty(0, dtype=dtype, device=self._mesh.device), None
         return self._lend(self.receives, elements, dtype)

@@ -16,7 +16,7 @@ import torch
 
 from zeromesh.base.placement import Tier
 from zeromesh.base.spans import span
-from zeromesh.comm.collectives import Pending
+from zeromesh.comm.collectives import Group, Pending
 from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.gradients.gradient import FullState, Gradient, GradientPolicy, ShardState, SummedGradient
 from zeromesh.shard.gradients.gradient_memory import GradientMemory, HostSums
@@ -64,7 +64,6 @@ class Reducer:
         self._link = link
         self._on_host = HostSums(self.gradients, policy, mesh.device, link)
         self._mesh = mesh
-        self._group = mesh.shard
         self._in_flight: deque[_Reduction] = deque()
         self._gathering: deque[_Reduction] = deque()
         # Gradients are divided by it as they arrive, so that the mean needs no pass over memory of its own. The update
@@ -135,15 +134,16 @@ class Reducer:
         for gradient in gradients:
             with span("reduce", gradient.unit):
                 self._reduce(gradient, last)
-            while self._in_flight and self._group.size == 1 and gradient.tier is not Tier.DEVICE:
+            while self._in_flight and self._group(gradient).size == 1 and gradient.tier is not Tier.DEVICE:
                 self._finish()  # there is nothing to wait for: it leaves now
 
     def _reduce(self, gradient: Gradient, last: bool) -> None:
+        group = self._group(gradient)
         # Two sums at once would both overwrite what the shard held before.
         while gradient.shard_state is ShardState.REDUCING and self._settle():
             pass
         if gradient.full_state is FullState.EMPTY:
-            if self._group.size == 1 and gradient.shard is not None:
+            if group.size == 1 and gradient.shard is not None:
                 return
             self.memory.open(gradient)  # other ranks may have gradients, and wait for this one
         assert gradient.full is not None
@@ -158,17 +158,21 @@ class Reducer:
         received, receive_slot = self.memory.receive(gradient, wire.dtype)
         out, add = full[gradient.shard_range], False
         if gradient.tier is not Tier.DEVICE:
-            if self._group.size > 1:
+            if group.size > 1:
                 out, landing = self.memory.landing(gradient)
         elif not gradient.shard_in_full:
             out, add = self.memory.shard(gradient), gradient.shard is not None
         form = self._mesh.links.reduce
         # On CUDA the collective's stream waits here for the current one, which has written `wire`, and for the last
         # readers of the slots of `received` and `out`.
-        pending = self._group.reduce_scatter(wire, received, out, add, gradient.tag + 1, form)
+        pending = group.reduce_scatter(wire, received, out, add, gradient.tag + 1, form)
         full, slot = gradient.begin_sum()
         done = _Reduction(gradient, full, slot, wire, wire_slot, pending, receive_slot, out, landing, last)
         self._in_flight.append(done)
+
+    def _group(self, gradient: Gradient) -> Group:
+        """Return the ranks over which a gradient is summed."""
+        return self._mesh.shards_of(gradient.layout.axis)
 
     # The end of a reduction.
 
@@ -204,7 +208,7 @@ class Reducer:
             if done.wire is not done.full:
                 done.wire[gradient.shard_range].copy_(done.full[gradient.shard_range])
             shard, form = done.wire[gradient.shard_range], self._mesh.links.reduce
-            done.pending = self._group.all_gather(done.wire, shard, gradient.tag + 2, form)
+            done.pending = self._group(gradient).all_gather(done.wire, shard, gradient.tag + 2, form)
             self._gathering.append(done)
 
     def _send_to_host(self, done: _Reduction) -> None:

@@ -75,7 +75,8 @@ class Flat:
         self.is_first = not tied_stages or tied_stages[0] == mesh.group("pipeline").rank
         self.parameters = tuple(parameters)  # in the order of the layout's segments
         self.tag = 16 + 4 * number  # the same on every rank, and 4 messages of a flat buffer may be under way at once
-        start = mesh.shard.rank * layout.shard_size
+        self.group = mesh.shards_of(layout.axis)  # the ranks over which its states are sharded
+        start = self.group.rank * layout.shard_size
         self.shard_range = slice(start, start + layout.shard_size)
         self.own = self.shard_range if row.optimizer is Placement.SHARDED else slice(0, layout.size)
         self.parameter_tier = row.parameter_tier
@@ -178,18 +179,18 @@ class Flat:
         form = mesh.links.gather if self.rounds else None
         self.load_shard()
         if self.narrow is not None:
-            return [self.narrow.gather(self.full, self.shard, mesh.shard, self.tag)]
+            return [self.narrow.gather(self.full, self.shard, self.group, self.tag)]
         if self.parameter_tier is Tier.DEVICE:
             # The collective's stream waits for the current one, and so for the last kernels of the unit that had the
             # slot.
-            return [mesh.shard.all_gather(self.full, self.shard, self.tag, form)]
+            return [self.group.all_gather(self.full, self.shard, self.tag, form)]
         part = self.full[self.shard_range]
         # The stream of copies to the device waits for the current stream, and so for the last kernels of the unit that
         # had the slot; and for the last copy to the shard, which may be on the stream of copies to the host.
         self._copy = copy = link.to_device(part, self._shard, self._copy)
         # The gather is begun on the copies' stream: it waits for the copy, and what is computed waits for neither.
         with link.behind():
-            return [Pending(then=copy.order), mesh.shard.all_gather(self.full, part, self.tag, form)]
+            return [Pending(then=copy.order), self.group.all_gather(self.full, part, self.tag, form)]
 
     def write_back(self, link: Link) -> None:
         """Take what the parameters are now, in memory, into their shard; the memory may be given up then."""

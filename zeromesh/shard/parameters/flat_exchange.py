@@ -12,15 +12,19 @@ from zeromesh.base.split import Held
 from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.parameters.flat import Flat
 
-JOIN_TAG = 12  # tag of whole parameters that are put together along the tensor axis
+JOIN_TAG = 12  # tag of whole parameters that are put together along an axis
 
 
 def join(held_part: Held, part: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """A whole parameter from what the ranks along the tensor axis hold; ``part`` itself where that is all."""
+    """A whole parameter from what the ranks along an axis hold; ``part`` itself where that is all."""
     if held_part.split is None:
         return part
-    group = mesh.group("tensor")
+    group = mesh.group(held_part.axis)
     full = torch.empty(held_part.whole, dtype=part.dtype, device=part.device)
+    if (owner := held_part.split.owner) is not None:
+        full = part.detach().clone() if owner == group.rank else full
+        group.broadcast(full, owner)
+        return full
     parts = torch.empty(group.size, *part.shape, dtype=part.dtype, device=part.device)
     group.all_gather(parts.view(-1), part.detach().contiguous().view(-1), JOIN_TAG).wait()
     for rank, rank_part in enumerate(parts):
@@ -33,9 +37,14 @@ class FlatExchange:
 
     def __init__(self, flats: Sequence[Flat], row: PlacementRow, mesh: Mesh) -> None:
         self._flats = [flat for flat in flats if flat.gradient is not None]
-        self._shared = row.optimizer is Placement.SHARDED and mesh.shard.size > 1
-        self._group = mesh.shard
+        self._shared = row.optimizer is Placement.SHARDED
         self._mesh = mesh
+        axes = [flat.layout.axis for flat in self._flats for _ in flat.layout.segments]
+        # By axis along which parameters are split, which of all parameters these are.
+        self._places = {
+            axis: [place for place, other in enumerate(axes) if other == axis] for axis in dict.fromkeys(axes)
+        }
+        self._count = len(axes)
 
     @property
     def buckets(self) -> Sequence[Sequence[str]]:
@@ -43,12 +52,15 @@ class FlatExchange:
         return [[segment.name for segment in flat.layout.segments] for flat in self._flats]
 
     def sum(self, vector: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks that hold the other pieces."""
-        groups = [self._group] * self._shared + [self._mesh.group("tensor")]
-        for group in groups:
-            if group.size > 1:
-                # Every rank adds in the order of ranks, so that the sums are equal bit for bit.
-                vector = group.exchange(vector, tag=3).sum(0).to(vector.device)
+        """Sum over the ranks that hold the other pieces; the vector has rows of one number for each parameter."""
+        rows = vector.view(-1, self._count)
+        for axis, places in self._places.items():
+            part = rows[:, places].flatten()
+            for group in [self._mesh.shards_of(axis)] * self._shared + [self._mesh.group(axis)]:
+                if group.size > 1:
+                    # Every rank adds in the order of ranks, so that the sums are equal bit for bit.
+                    part = group.exchange(part, tag=3).sum(0).to(vector.device)
+            rows[:, places] = part.view(-1, len(places))
         return vector
 
     def gather(self, bucket: int, pieces: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -60,8 +72,8 @@ class FlatExchange:
         for _, local, piece in flat.pieces:
             if piece.name in pieces:
                 shard[local].copy_(pieces[piece.name].flatten())
-        if self._shared:
-            self._group.all_gather(full, shard, flat.tag + 3).wait()
+        if self._shared and flat.group.size > 1:
+            flat.group.all_gather(full, shard, flat.tag + 3).wait()
         return {
             segment.name: join(segment.held, full[segment.start : segment.stop].view(segment.shape), self._mesh)
             for segment in layout.segments

@@ -131,7 +131,7 @@ class Unit:
         for flat in self.flats:
             if flat.rounds and (self.sharded or flat.gathers):
                 flat.load_states()
-                mesh.shard.all_gather(flat.full, flat.master, flat.tag).wait()
+                flat.group.all_gather(flat.full, flat.master, flat.tag).wait()
                 if flat.narrow is not None:
                     flat.narrow.note_exact()
 

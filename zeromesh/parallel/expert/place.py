@@ -1,0 +1,47 @@
+"""Placement of a mixture's experts over the ranks that share them.
+
+``forms.find_experts`` finds them while the model is whole, ``holdings`` says what a rank keeps of their parameters, and
+``apply`` lets the modules that compute with them send tokens to the ranks that have their experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zeromesh.base.split import Held
+from zeromesh.comm.mesh import Mesh
+from zeromesh.parallel.expert.dispatch import Exchange
+from zeromesh.parallel.expert.forms import Experts
+from zeromesh.parallel.expert.routed import RoutedExperts
+from zeromesh.parallel.follow.activation_parts import replace_forward
+
+FIRST_TAG = 1 << 14  # of the messages of experts, behind those of flat buffers
+
+
+def holdings(mesh: Mesh, experts: Sequence[Experts]) -> dict[str, Held]:
+    """Return what this rank holds of the parameters of experts, by name."""
+    group, tensor = mesh.group("expert"), mesh.group("tensor")
+    parts: dict[str, Held] = {}
+    for item in experts:
+        for name, parameter in item.module.named_parameters(prefix=item.name):
+            shape, split = tuple(parameter.shape), item.splits.get(name)
+            if split is not None:
+                parts[name] = Held(shape, split, group.rank, group.size, axis="expert")
+            elif tensor.size > 1:
+                # Used for any expert's rows, of which each rank of the tensor axis has others.
+                parts[name] = Held(shape, None, tensor.rank, tensor.size, partial=True)
+    return parts
+
+
+def apply(mesh: Mesh, experts: Sequence[Experts]) -> None:
+    """Let modules with experts compute over the ranks that share these; their parameters have been cut already."""
+    lines = mesh.group("tensor") if mesh.group("tensor").size > 1 else None
+    for number, item in enumerate(experts):
+        tag = FIRST_TAG + number * (Exchange.TAGS + RoutedExperts.TAGS)
+        exchange = Exchange(mesh.group("expert"), tag, item.name)
+        for (inner, attribute), value in item.sizes.items():
+            setattr(item.module.get_submodule(inner), attribute, value)
+        shared = RoutedExperts(item.module, exchange, item.count, item.beyond, lines, tag + Exchange.TAGS)
+        replace_forward(item.module, torch.compiler.disable(shared.__call__))
