@@ -1,0 +1,157 @@
+"""Contracts of experts, and the proof that a module keeps one: a few rows, all experts at once against some of them."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+TOKENS = 6  # of the call that proves ROUTED
+LARGE = 1 << 26  # elements of experts above which four of them are computed
+PERIOD = 65_537  # random values, which fill large weights many times; a prime, so that rows differ
+TOLERANCE = 1e-3  # of the largest result; what breaks a contract changes results as such
+
+
+class Contract(Enum):
+    """Call of a module of E experts, and its result. T: tokens, K: experts of each, R: rows, H: width."""
+
+    ROUTED = "hidden (T, H), expert of each choice (T, K), its weight (T, K) -> (T, H)"
+    SORTED = "rows sorted by expert (R, H), number of rows of each expert -> (R, H')"
+    STACKED = "rows of each expert (E, R, H), or (E*R, H) -> the same shape"
+    LISTED = "one module for each expert, called by the loop of the module around them"
+
+    def fits(self, forward: Callable[..., Any]) -> bool:
+        """Return whether a forward takes so many arguments."""
+        try:
+            inspect.signature(forward).bind(*range({"ROUTED": 3, "SORTED": 2}.get(self.name, 1)))
+        except TypeError:
+            return False
+        return self is not Contract.LISTED
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way of reading a module's parameters as those of experts.
+
+    Attributes:
+        contract: what the module is called with.
+        count: number of experts with parameters.
+        beyond: choices from ``count`` on, of experts without parameters.
+        stacked: name of a parameter -> its rows for each expert, and its rows behind those of all experts.
+        sizes: (module inside, attribute) -> number of experts, or of experts and choices beyond.
+    """
+
+    contract: Contract
+    count: int
+    beyond: int
+    stacked: Mapping[str, tuple[int, int]]
+    sizes: Mapping[tuple[str, str], int]
+
+    def objection(self, module: nn.Module, ranks: int) -> str:
+        """Return how results differ where each rank computes with its experts; "" proves the form.
+
+        Args:
+            module: its parameters may be deferred: they are replaced by random values, in fp32 on their device.
+            ranks: that share the experts.
+        """
+        proof = _Proof(self, module, ranks)
+        objection = ""
+        for width in sorted({size for p in module.parameters() for size in p.shape[-2:]}, reverse=True):
+            try:
+                expected, actual = getattr(proof, f"{self.contract.name.lower()}_results")(width)
+            except Exception as error:  # a width that is not the module's, or a forward that takes something else
+                objection = objection or f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                continue
+            largest = float(expected.abs().max())
+            if not 0 < largest < math.inf:
+                return "its result is zero or not finite"
+            difference = float((expected - actual).abs().max()) / largest
+            return "" if difference < TOLERANCE else f"a part of its experts computes something else ({difference:.1e})"
+        return objection
+
+
+class _Proof:
+    """A module without hooks, on random values, that computes with any range of its experts."""
+
+    def __init__(self, form: Form, module: nn.Module, ranks: int) -> None:
+        # A contract says the same for any number of experts, so that few stand for many large ones.
+        large = sum(p.numel() for p in module.parameters()) > LARGE
+        self.form, self.count = form, min(form.count, 4) if large else form.count
+        self.part = self.count // ranks if self.count % ranks == 0 else max(1, self.count // 2)
+        self.starts = sorted({0, self.count - self.part})  # the first rank's experts, and the last one's
+        tensors: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+        self.module = copy.deepcopy(module, tensors).eval()
+        for inner in self.module.modules():
+            for hooks in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
+                setattr(inner, hooks, OrderedDict())
+        self.values = {name: self._value(name, p) for name, p in module.named_parameters()}
+        self.device = next(iter(self.values.values())).device
+
+    def _value(self, name: str, parameter: nn.Parameter) -> Tensor:
+        shape: list[int] = [*parameter.shape]
+        if name in self.form.stacked:
+            rows, behind = self.form.stacked[name]
+            shape[0] = self.count * rows + behind
+        device = "cpu" if parameter.device.type == "meta" else parameter.device
+        drawn = torch.randn(PERIOD, device=device) / math.sqrt(max(shape[-1:], default=1))
+        return drawn.repeat(-(-math.prod(shape) // PERIOD))[: math.prod(shape)].view(shape)
+
+    def __call__(self, start: int, length: int, *inputs: Any) -> Tensor:
+        """Return what the module computes with the experts ``[start, start + length)``."""
+        for (path, attribute), size in self.form.sizes.items():
+            setattr(self.module.get_submodule(path), attribute, size - self.form.count + length)
+        values = dict(self.values)
+        for name, (rows, _) in self.form.stacked.items():
+            part = values[name][start * rows : (start + length) * rows]
+            values[name] = torch.cat([part, values[name][self.count * rows :]])
+        result: Tensor = functional_call(self.module, values, inputs)
+        return result
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device)
+
+    def routed_results(self, width: int) -> tuple[Tensor, Tensor]:
+        """Return the module's own results, and the sum of weighted results of ranks that have one choice a row."""
+        hidden, weights = self._random(TOKENS, width), self._random(TOKENS, 2)
+        numbers = [start + i for start in self.starts for i in range(min(self.part, 4))]
+        numbers += [self.count] * min(self.form.beyond, 1)
+        chosen = [[numbers[(2 * t + k) % len(numbers)] for k in range(2)] for t in range(TOKENS)]
+        index, actual = torch.tensor(chosen, device=self.device), torch.zeros_like(hidden)
+        for start in self.starts:
+            here = (index >= start) & (index < start + self.part)
+            if start == 0:
+                here |= index >= self.count
+            token, choice = here.nonzero(as_tuple=True)
+            local = index[token, choice]
+            local = torch.where(local < self.count, local - start, local - self.count + self.part)[:, None]
+            rows = self(start, self.part, hidden[token], local, torch.ones_like(local, dtype=hidden.dtype))
+            actual.index_add_(0, token, rows.view(-1, width) * weights[token, choice, None])
+        return self(0, self.count, hidden, index, weights).view(TOKENS, width), actual
+
+    def sorted_results(self, width: int) -> tuple[Tensor, Tensor]:
+        """Return the module's results for rows of all experts, and those of ranks for rows of theirs."""
+        sizes = [1 + expert % 2 for expert in range(self.count)]
+        rows = self._random(sum(sizes), width)
+        expected, actual = [], []
+        for start in self.starts:
+            here, first = sizes[start : start + self.part], sum(sizes[:start])
+            expected.append(self(0, self.count, rows, sizes)[first : first + sum(here)])
+            actual.append(self(start, self.part, rows[first : first + sum(here)], here))
+        return torch.cat(expected), torch.cat(actual)
+
+    def stacked_results(self, width: int) -> tuple[Tensor, Tensor]:
+        """Return the module's results for rows of all experts, and those of ranks for rows of theirs."""
+        rows = self._random(self.count, 2, width)
+        expected = self(0, self.count, rows).view(rows.shape)
+        ranges = [slice(start, start + self.part) for start in self.starts]
+        actual = [self(part.start, self.part, rows[part]) for part in ranges]
+        return torch.cat([expected[part] for part in ranges]), torch.cat(actual).view(-1, *rows.shape[1:])

@@ -1,0 +1,271 @@
+"""Experts of a model: found by the shapes of their parameters, and proven by what they compute.
+
+No name of a model or of a class decides, so that a user's own experts are found as those of transformers are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeromesh.base.dry.model_copy import undisturbed
+from zeromesh.base.split import Split
+from zeromesh.base.words import counted, some
+from zeromesh.parallel.expert.contract import Contract, Form
+
+__all__ = ["Contract", "Experts", "find_experts"]
+
+Modules = Mapping[str, nn.Module]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Experts of one layer.
+
+    Attributes:
+        name: of the module.
+        module: that has the parameters of all experts; for LISTED the list.
+        count: number of experts with parameters.
+        contract: what the module is called with.
+        splits: name of a parameter in the model -> its split over the ranks of the axis. Other parameters of ROUTED,
+            SORTED and STACKED, such as a norm's behind the experts, are used for the rows of any of them.
+        beyond: choices from ``count`` on, of experts without parameters. They need no other rank: a rank's part of the
+            module knows them by the numbers from ``count // ranks`` on.
+        sizes: (name of a module inside ``module``, name of its attribute) -> value with a rank's part of the experts.
+        caller: name of the module whose forward calls the experts: ``name`` itself, but for most LISTED.
+    """
+
+    name: str
+    module: nn.Module
+    count: int
+    contract: Contract
+    splits: Mapping[str, Split]
+    beyond: int = 0
+    sizes: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    caller: str = ""
+
+
+def find_experts(model: nn.Module, targets: Sequence[str], ranks: int) -> list[Experts]:
+    """Return the experts of a model, in the order of its modules. The model is left as it is.
+
+    Args:
+        model: its parameters may be on any device, meta included.
+        targets: class names, or glob patterns of module names, of modules that hold the experts of a layer; empty for
+            all that are found by their structure.
+        ranks: of the axis.
+
+    Raises:
+        ValueError: a target that matches no module, a module that keeps no contract, experts that are unequal or that
+            the ranks do not divide, or several ranks for a model without experts.
+    """
+    modules = dict(model.named_modules())
+    experts: list[Experts] = []
+    objections: dict[str, str] = {}
+    proven: dict[Any, Form] = {}  # by class, shapes and sizes: the layers of a model are alike
+    for name in _targeted(modules, targets) if targets else _suspected(modules):
+        module = modules[name]
+        if any(name.startswith(f"{outer.name}.") for outer in experts):
+            continue
+        if members := _members(name, module):
+            experts.append(_listed(name, modules, members, ranks))
+            continue
+        shapes = tuple((key, p.shape, p.dtype, p.device) for key, p in module.named_parameters())
+        key = type(module), shapes, tuple(_sizes(module).items()), id(vars(module).get("forward"))
+        if key not in proven:
+            form, objections[name] = _prove(module, ranks)
+            if form is None:
+                continue
+            proven[key], _ = form, objections.pop(name)
+        experts.append(_stacked(name, module, proven[key], ranks))
+    if objections and (targets or not experts):
+        raise ValueError(_no_contract(modules, objections))
+    _check(model, experts, ranks)
+    return experts
+
+
+def _targeted(modules: Modules, targets: Sequence[str]) -> list[str]:
+    names: set[str] = set()
+    for target in targets:
+        kinds = {name: {kind.__name__ for kind in type(module).__mro__} for name, module in modules.items()}
+        matches = {name for name in modules if fnmatchcase(name, target) or target in kinds[name]}
+        if not matches:
+            raise ValueError(
+                f'experts.targets: "{target}" is the name of no module, and of no class of one; {_remedy(modules)}'
+            )
+        names |= matches
+    return [name for name in modules if name in names]
+
+
+def _suspected(modules: Modules) -> Iterator[str]:
+    """Yield names of modules that look like experts, outer ones behind those with parameters of their own."""
+    outer: list[str] = []
+    for name, module in modules.items():
+        word = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
+        if "shared" in word:
+            continue
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            if "expert" in word:
+                yield name
+        elif "expert" in word or any("expert" in attribute for attribute in _sizes(module)):
+            if any(p.ndim > 2 for p in module.parameters(recurse=False)):
+                yield name
+            elif "expert" in word and any(p.ndim > 1 for c in module.children() for p in c.parameters(recurse=False)):
+                outer.append(name)
+    yield from outer
+
+
+def _sizes(module: nn.Module) -> dict[str, int]:
+    """Return the whole numbers that a module has as attributes."""
+    numbers = {name: value for name, value in vars(module).items() if type(value) is int and value > 0}
+    return {name: value for name, value in numbers.items() if not name.startswith("_") and "shared" not in name}
+
+
+def _prove(module: nn.Module, ranks: int) -> tuple[Form | None, str]:
+    """Return the form that a module keeps, or None and what it does instead."""
+    objections: dict[str, None] = {}
+    with undisturbed(next((p.device for p in module.parameters()), None)), torch.no_grad():
+        for form in _forms(module):
+            objection = form.objection(module, ranks)
+            if not objection:
+                return form, ""
+            objections[f"as {form.contract.name.lower()}: {objection}"] = None
+    return None, some(objections, separator="; ", most=3) or "none of its parameters has a row for each expert"
+
+
+def _forms(module: nn.Module) -> Iterator[Form]:
+    """Yield the ways of reading a module's parameters as those of experts, the likely ones first."""
+    parameters = {name: p for name, p in module.named_parameters() if p.ndim}
+    attributes = {(path, key): size for path, inner in module.named_modules() for key, size in _sizes(inner).items()}
+    sizes = {place: size for place, size in attributes.items() if "expert" in place[1] and size > 1}
+    lengths = {name: len(p) for name, p in parameters.items()}
+    # Attributes name the number of experts; where there are none, weights of the most dims have it.
+    dims = max((p.ndim for p in parameters.values()), default=0)
+    unnamed = [len(p) for p in parameters.values() if p.ndim == dims > 2 and len(p) > 1]
+    for count in sorted({*sizes.values()}) or sorted({*unnamed}):
+        # A weight may have the rows of all experts below each other, so many of each as another attribute says.
+        rows = {name: length // count for name, length in lengths.items() if length % count == 0}
+        stacked = {name: (each, 0) for name, each in rows.items() if each == 1}
+        stacked = stacked or {name: (each, 0) for name, each in rows.items() if each in attributes.values()}
+        # It may also have rows that no expert uses, where choices beyond them need no parameters.
+        total = max([count, *(size for size in sizes.values() if stacked and size in lengths.values())])
+        stacked |= {name: (1, total - count) for name, length in lengths.items() if length == total > count}
+        numbers = {place: size for place, size in sizes.items() if size in (count, total)}
+        # A parameter of as many entries by chance is no expert's.
+        matrices = {name: rule for name, rule in stacked.items() if parameters[name].ndim > 1}
+        for contract in Contract:
+            if stacked and contract.fits(module.forward):
+                yield Form(contract, count, total - count, stacked, numbers)
+                yield Form(contract, count, total - count, matrices, numbers)
+                yield Form(contract, count, total - count, stacked, {})
+
+
+def _stacked(name: str, module: nn.Module, form: Form, ranks: int) -> Experts:
+    """Return the experts of a module whose parameters have rows of all of them."""
+    splits: dict[str, Split] = {}
+    for parameter, (rows, behind) in form.stacked.items() if form.count % ranks == 0 else ():
+        size = form.count * rows
+        split = Split.even(0, [size], ranks, rows)
+        if behind:
+            # No expert uses these rows; they are divided so that a checkpoint has them.
+            rest = Split.padded(0, behind, ranks)
+            moved = [tuple((start + size, stop + size) for start, stop in part) for part in rest.intervals]
+            parts = zip(split.intervals, moved, strict=True)
+            split = Split(0, size + behind, split.length + rest.length, tuple(used + unused for used, unused in parts))
+        splits[f"{name}.{parameter}".lstrip(".")] = split
+    sizes = {place: size - form.count + form.count // ranks for place, size in form.sizes.items()}
+    return Experts(name, module, form.count, form.contract, splits, form.beyond, sizes, name)
+
+
+def _members(name: str, module: nn.Module) -> Modules:
+    """Return the experts of a list of equal ones, by name; empty if a module is no list. Raise ValueError for others.
+
+    Their class may be any; names and shapes of their parameters are the same.
+    """
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return {}
+    shapes = {key: {n: tuple(p.shape) for n, p in child.named_parameters()} for key, child in module.named_children()}
+    shapes = {key: shape for key, shape in shapes.items() if shape}  # a dropout is no expert
+    first = next(iter(shapes), "")
+    for key, shape in shapes.items():
+        for parameter in {**shapes[first], **shape}:
+            sizes = [str(each.get(parameter, "missing")) for each in (shapes[first], shape)]
+            if sizes[0] != sizes[1]:
+                raise ValueError(
+                    f"{name} has unequal experts: {parameter} is {sizes[0]} in {first} and {sizes[1]} in {key}; ranks "
+                    "can share equal ones only. Leave mesh.expert out, or make them equal"
+                )
+            if shape[parameter] == ():
+                raise ValueError(f"{name}.{key}.{parameter} has no dim along which one rank could have all of it")
+        if any(isinstance(inner, nn.modules.batchnorm._BatchNorm) for inner in module.get_submodule(key).modules()):
+            raise ValueError(f"{name}.{key} has a batch norm, whose statistics would differ between ranks")
+    return {key: module.get_submodule(key) for key in shapes} if len(shapes) > 1 else {}
+
+
+def _listed(name: str, modules: Modules, members: Modules, ranks: int) -> Experts:
+    """Return the experts of a list, of which each is on one rank."""
+    each = max(1, len(members) // ranks)
+    owners = {key: min(index // each, ranks - 1) for index, key in enumerate(members)}
+    splits = {
+        f"{name}.{key}.{parameter_name}": Split.on(0, len(p), ranks, owners[key])
+        for key, member in members.items()
+        for parameter_name, p in member.named_parameters()
+    }
+    has_forward = type(modules[name]).forward not in (nn.ModuleList.forward, nn.ModuleDict.forward)
+    caller = name if has_forward else name.rpartition(".")[0]
+    return Experts(name, modules[name], len(members), Contract.LISTED, splits, caller=caller)
+
+
+def _check(model: nn.Module, experts: Sequence[Experts], ranks: int) -> None:
+    """Raise ValueError if the ranks cannot share the experts."""
+    if ranks == 1:
+        return
+    if not experts:
+        raise ValueError(
+            f"mesh.expert is {ranks}, and the model has no experts: no module has parameters with a row for each of "
+            f"them, and none is a list of equal experts; leave mesh.expert out. {_remedy(dict(model.named_modules()))}"
+        )
+    common = math.gcd(*(item.count for item in experts))
+    sizes = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)
+    for item in experts:
+        if item.count % ranks:
+            raise ValueError(
+                f"{item.name} has {counted(item.count, 'expert')}, which {ranks} ranks cannot share: {item.count} / "
+                f"{ranks} = {item.count / ranks:.4g}; sizes of mesh.expert that work for this model: {sizes}"
+            )
+    names: dict[int, str] = {}
+    split = {name for item in experts for name in item.splits}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = names.setdefault(id(parameter), name)
+        if other != name and split & {name, other}:
+            raise ValueError(
+                f"{name} is {other}: a parameter of experts that is used elsewhere, too, cannot be on one rank. Leave "
+                "mesh.expert out, or untie them"
+            )
+
+
+def _remedy(modules: Modules) -> str:
+    """Return the line of the configuration that names what could be experts."""
+    lists = [name for name, module in modules.items() if isinstance(module, nn.ModuleList | nn.ModuleDict)]
+    alike = [name for name in lists if len({type(child) for child in modules[name].children()}) == 1]
+    names = [*_suspected(modules)] or alike
+    line = '"experts": {"targets": [' + some((f'"{name}"' for name in names), most=3) + "]}"
+    return (
+        f"If these are experts, write {line}" if names else 'If it has some, name them: "experts": {"targets": [...]}'
+    )
+
+
+def _no_contract(modules: Modules, objections: Mapping[str, str]) -> str:
+    lines = [f"{name or 'the model'} ({type(modules[name]).__name__}) {why}" for name, why in objections.items()]
+    contracts = "; ".join(f"{contract.name.lower()}: {contract.value}" for contract in Contract)
+    inside = {n: m for n, m in modules.items() if n not in objections}
+    return (
+        f"no contract of experts is kept by {some(lines, 'modules', '; ', 2)}. Experts are called in one of these "
+        f"ways, and compute each row with one expert's parameters: {contracts}. {_remedy(inside)}; or leave "
+        "mesh.expert out"
+    )
