@@ -6,7 +6,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from zeromesh.apps.plan.choose.parallel_layout import PLANNED, ParallelLayout
+from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
 from zeromesh.apps.plan.cost.cost import Recompute
 from zeromesh.apps.plan.machine.cluster import Device
 from zeromesh.base.axes import data_size
@@ -66,13 +66,9 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
 
     Raises:
         ConfigError: the mesh or the batch does not fit the number of ranks.
-        ValueError: the pipeline's schedule is not for these sizes, its measured costs cannot be read, or the mesh has
-            an axis whose costs are not known.
+        ValueError: the pipeline's schedule is not for these sizes, or its measured costs cannot be read.
     """
     sizes = settings.resolve_mesh(world_size)
-    for axis in sizes.keys() - set(PLANNED):
-        if sizes[axis] > 1:
-            raise ValueError(f"mesh.{axis} is {sizes[axis]}, and the planner does not know what it costs; set it to 1")
     resolved = settings.resolve(data_size(sizes), sizes)
     precision = precision_of(settings)
     # Norms and biases, which are few, still travel in 16 bits, and the head mostly computes in them.
@@ -83,7 +79,7 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
     least = SCHEDULES[name].chunks[0] if name in SCHEDULES else 1
     costs = settings.pipeline.costs if sizes["pipeline"] > 1 else None
     layout = ParallelLayout(
-        **{axis: sizes[axis] for axis in PLANNED},
+        **sizes,
         row=settings.row,
         micro_batch=resolved.train_micro_batch_size_per_gpu,
         accumulation=resolved.gradient_accumulation_steps,

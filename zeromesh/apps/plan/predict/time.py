@@ -219,9 +219,9 @@ class _Update:
 
 def _stage(units: Sequence[UnitTime], durations: Durations, blocks: int, release: float, message: float) -> StageCost:
     """Return the seconds of a stage's actions; ``blocks`` of its rank share the slots."""
-    forward = sum(unit.forward + unit.join + unit.exchange + unit.lookup for unit in units)
-    back = sum(unit.again + unit.input + unit.join_back + unit.join_again + unit.exchange_back for unit in units)
+    forward = sum(seconds for unit in units for _, seconds in unit.compute_forward)
     weight = sum(unit.weight for unit in units)
+    back = sum(seconds for unit in units for _, seconds in unit.compute_backward) - weight
     block_units = [unit for unit in units if unit.block]
     if durations.sharded:
         # Of the rank's blocks, those that have a slot stay from the first micro-batch to the last.
