@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,9 @@ def test_a_bias_in_a_frozen_parameter_moves_as_in_one_process() -> None:
     [
         {"mesh": {"tensor": 2}},
         pytest.param({"mesh": {"tensor": 2}, "tensor_parallel": {"sequence": True}}, marks=pytest.mark.full),
+        {"mesh": {"expert": 2}, "zero_optimization": {"stage": 3}},
         pytest.param({"mesh": {"context": 2}}, marks=pytest.mark.full),
+        pytest.param({"mesh": {"tensor": 2, "expert": 2}}, marks=pytest.mark.full),
         pytest.param({"mesh": {"pipeline": 2}, "pipeline": {"recompute": True}}, marks=pytest.mark.full),
         pytest.param({"mesh": {"replicate": 2, "data": 1}, "zero_optimization": {"stage": 3}}, marks=pytest.mark.full),
     ],
@@ -246,6 +249,29 @@ def test_what_a_model_does_not_have_is_refused(
     model = mixture(family, torch.float32)
     with pytest.raises(ValueError, match=words):
         start_engine(model, micro=2, stage=0, optimizer=sgd(0.1), experts=experts, **sections)
+
+
+def test_a_copy_of_a_model_computes_by_itself_and_is_not_counted() -> None:
+    options = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    experts = {"bias_update_rate": RATE, "z_loss": 0.1, "auxiliary_loss": "global"}
+    engine = engine_of(mixture("minimax_m2", **options), experts=experts)
+    twin = copy.deepcopy(engine.module)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    loss = twin(**micro_batch(0)).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(mixture("minimax_m2", **options).apply(zero)(**micro_batch(0)).loss.item())
+    assert all(p.grad is None for p in engine.module.parameters())
+    engine.backward(engine(**micro_batch(0)).loss)
+    engine.step()
+    assert all(sum(layer.load) == pytest.approx(EXPERTS) for layer in engine.expert_report().values())
+
+
+def zero(module: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters(recurse=False):
+            parameter.zero_()
 
 
 # Losses.

@@ -6,6 +6,7 @@ Mixture-of-Expert Models" (arXiv 2501.11873).
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -52,18 +53,26 @@ class GlobalAuxiliaryLoss:
                 'experts.auxiliary_loss is "global", but the model adds no auxiliary loss: set '
                 "model.config.output_router_logits = True, and router_aux_loss_coef, before initialize"
             )
-        for module, names in owners.items():
-            _require_definition(names[LOSS])
-            replace_forward(module, partial(torch.compiler.disable(self._run), module.forward, names))
+        for module, function in owners.items():
+            _require_definition(function.__globals__[LOSS])
+            run = torch.compiler.disable(GlobalAuxiliaryLoss._run)
+            replace_forward(module, partial(run, self, module.forward, function))
 
     def restart(self) -> None:
         """Count anew: an update is over."""
         self._sums = None
 
-    def _run(self, forward: Callable[..., Any], names: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a model's forward, which finds this loss under the name of its own."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> GlobalAuxiliaryLoss:
+        """Return the loss of a copy of the model, which computes its own: other ranks may have no copy."""
+        loss = memo[id(self)] = copy.copy(self)
+        loss._trains = bool  # False
+        return loss
+
+    def _run(self, forward: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a model's forward, whose ``function`` finds this loss under the name of its own."""
         if not self._trains():  # ranks may evaluate different numbers of batches, and do not wait for each other
             return forward(*args, **kwargs)
+        names = function.__globals__
         before = names[LOSS]
         names[LOSS] = partial(self.loss, before)
         try:
@@ -113,13 +122,13 @@ def _sums(logits: tuple[Tensor, ...], experts: int, top_k: int, mask: Tensor | N
     return counts, total, tokens
 
 
-def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
-    """Yield modules whose forward calls the loss by its name, and the names of their Python module."""
+def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+    """Yield modules whose forward calls the loss by its name, and the function of the forward."""
     for module in model.modules():
         function = inspect.unwrap(type(module).forward)
-        names: Any = getattr(function, "__globals__", {})
-        if LOSS in getattr(getattr(function, "__code__", None), "co_names", ()) and LOSS in names:
-            yield module, names
+        code = getattr(function, "__code__", None)
+        if LOSS in getattr(code, "co_names", ()) and LOSS in function.__globals__:
+            yield module, function
 
 
 def _adds_loss(module: nn.Module) -> bool:

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import log
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zeromesh.comm.mesh import Mesh
 from zeromesh.parallel.expert.auxiliary_loss import GlobalAuxiliaryLoss
+from zeromesh.parallel.expert.forms import Contract
 from zeromesh.parallel.expert.router import Listener, Router
 
 TAG = 9  # on the group of all ranks, of the counts of an update
@@ -67,7 +69,7 @@ class Balance:
         # Whole numbers, but for the squares: their sum is the same in any order. One row a layer: choices of each
         # expert, choices of none, tokens, squares.
         self._sums = torch.zeros(len(self.routers), self._choices + 3, dtype=torch.float64, device=mesh.device)
-        self._rows = dict(zip(map(id, routers), self._sums, strict=True))
+        self._rows = {router.name: row for router, row in zip(routers, self._sums, strict=True)}
         self._agreed = torch.zeros_like(self._sums)  # of all ranks, of the last update
         self._seen: dict[str, Tensor] = {}  # selection biases that are parameters, as this update computes with them
 
@@ -143,12 +145,12 @@ class Balance:
 
     def _choose(self, router: Router, chosen: Tensor, present: Tensor | None) -> None:
         """Count the choices of a call, see ``Listener``."""
-        sums, choices = self._rows[id(router)], self._choices
+        sums, choices = self._rows[router.name], self._choices
         flat = chosen.reshape(-1, chosen.shape[-1])
         weights = torch.ones(len(flat), 1, dtype=sums.dtype, device=sums.device)
         if present is not None:  # a column, which is spread over the choices of a token and not over the experts
             weights = present.to(sums).view(-1, 1)
-        if not router.routed and flat.shape[1] == router.choices:
+        if router.contract is not Contract.ROUTED and flat.shape[1] == router.choices:
             each = flat.to(sums) * weights
             sums[: router.choices] += each.sum(0)
             sums[choices + OTHER] += (weights * (flat.sum(1, keepdim=True) == 0)).sum()
@@ -156,12 +158,13 @@ class Balance:
             # Numbers of no expert, as of a token that is dropped.
             places = torch.where((flat >= 0) & (flat < router.choices), flat, choices + OTHER).long()
             sums.scatter_add_(0, places.view(-1), weights.expand(flat.shape).reshape(-1))
-        sums[choices + TOKENS] += weights.sum()
         bias = router.bias
         if bias is not None and self.rate is not None and bias.name not in self._seen:
             tensor = bias.tensor
             if isinstance(tensor, nn.Parameter):  # it is there now; between updates it may be in parts
                 self._seen[bias.name] = tensor.detach().clone()
 
-    def _note_squares(self, router: Router, squares: Tensor) -> None:
-        self._rows[id(router)][self._choices + SQUARES] += squares
+    def _note_squares(self, router: Router, squares: Tensor, tokens: Any) -> None:
+        sums = self._rows[router.name]
+        sums[self._choices + SQUARES] += squares
+        sums[self._choices + TOKENS] += tokens

@@ -6,12 +6,13 @@ Legend of shapes: T tokens of a call, K experts of each, E experts, H width.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +52,7 @@ class Router:
     Attributes:
         name: of the experts.
         experts: their module.
-        routed: the experts are called with the choices (T, K).
+        contract: what the experts are called with, from which their choices are known.
         choices: E, numbers that a choice may be: experts, and identity experts beyond them.
         module: computes the logits; None where no module beside the experts has a row for each.
         bias: None where the choice follows from the scores alone.
@@ -59,7 +60,7 @@ class Router:
 
     name: str
     experts: nn.Module
-    routed: bool
+    contract: Contract
     choices: int
     module: nn.Module | None
     bias: SelectionBias | None
@@ -94,8 +95,7 @@ def find_routers(model: nn.Module, experts: Sequence[Experts]) -> list[Router]:
         bias = biases[0] if len(biases) == 1 and not others else None
         router = _outermost(rows[0], parent, modules) if rows else None
         choices = bias.tensor.numel() if bias is not None else each.count + each.beyond
-        routed = each.contract is Contract.ROUTED
-        routers.append(Router(each.name, each.module, routed, choices, router, bias))
+        routers.append(Router(each.name, each.module, each.contract, choices, router, bias))
     return routers
 
 
@@ -112,9 +112,10 @@ class Listener:
 
     Args:
         routers: that it hears.
-        choose: is told which router chose, and what: experts (T, K), or chosen or not (..., E); which tokens are no
-            padding (T,), or None.
-        note_squares: is told the router, and the sum over tokens of the squares of which the z-loss is made.
+        choose: is told which router chose, and what: experts (T, K), or how often each was chosen (..., E); and which
+            tokens are no padding (T,), or None.
+        note_squares: is told the router, the sum over tokens of the squares of which the z-loss is made, and their
+            number.
         z_loss: coefficient of the mean over tokens of the square of the logits' log-sum-exp; 0 for none.
         factor: returns what the loss of the running backward is multiplied by.
     """
@@ -123,7 +124,7 @@ class Listener:
         self,
         routers: Sequence[Router],
         choose: Callable[[Router, Tensor, Tensor | None], None],
-        note_squares: Callable[[Router, Tensor], None],
+        note_squares: Callable[[Router, Tensor, Any], None],
         z_loss: float,
         factor: Callable[[], float],
     ) -> None:
@@ -132,13 +133,28 @@ class Listener:
         self._choose, self._note_squares = choose, note_squares
         self.trains = False  # the forward under way is one in training
         self._weights: Tensor | None = None  # of its tokens, (B, S)
+        heard: set[int] = set()  # routers, which several modules of experts may share
         for router in routers:
-            if router.routed:
-                hear = torch.compiler.disable(partial(self._before_experts, router))
+            tells = False  # the router's result shows its choice
+            if router.contract in (Contract.ROUTED, Contract.SORTED):
+                hear = partial(torch.compiler.disable(Listener._before_experts), self, router)
                 router.experts.register_forward_pre_hook(hear, with_kwargs=True)
-            if router.module is not None and (z_loss or not router.routed):
-                run = partial(self._run, router, router.module.forward)
-                replace_forward(router.module, torch.compiler.disable(run))
+            elif router.contract is Contract.LISTED and isinstance(router.module, nn.Linear | None):
+                for number, expert in enumerate(router.experts.children()):
+                    call = partial(torch.compiler.disable(Listener._before_expert), self, router, number)
+                    expert.register_forward_pre_hook(call, with_kwargs=True)
+            else:
+                tells = True
+            if router.module is not None and (tells or (z_loss and id(router.module) not in heard)):
+                heard.add(id(router.module))
+                run = partial(torch.compiler.disable(Listener._run), self, router, router.module.forward, tells)
+                replace_forward(router.module, run)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Listener:
+        """Return a listener of a copy of the model, whose choices are not counted: it is trained by nobody."""
+        listener = memo[id(self)] = copy.copy(self)
+        listener.is_paused = True
+        return listener
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take in the inputs of a model's forward: a pre-hook of it."""
@@ -178,35 +194,65 @@ class Listener:
         return weights
 
     def _before_experts(self, router: Router, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
-        if self.counts:
-            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-            chosen = next(tensor for tensor in tensors if not tensor.is_floating_point())
-            self._choose(router, chosen.detach(), self.weights(chosen.shape[:-1].numel()))
+        if not self.counts:
+            return
+        if router.contract is Contract.SORTED:  # what was sorted does not tell which rows are padding
+            rows, sizes = (*args, *kwargs.values())[:2]
+            self._choose(router, torch.as_tensor(sizes, device=rows.device).view(1, -1), None)
+            return
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        chosen = next(tensor for tensor in tensors if not tensor.is_floating_point())
+        self._choose(router, chosen.detach(), self.weights(chosen.shape[:-1].numel()))
 
-    def _run(self, router: Router, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _before_expert(self, router: Router, number: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Count the rows of an expert that a loop calls, which do not tell whether they are padding."""
+        if self.counts:
+            rows = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+            chosen = torch.zeros(1, router.choices, dtype=torch.int64, device=rows.device)
+            chosen[0, number] = rows.shape[:-1].numel()
+            self._choose(router, chosen, None)
+
+    def _run(self, router: Router, forward: Callable[..., Any], tells: bool, /, *args: Any, **kwargs: Any) -> Any:
         """Run a router: its logits get the gradient of the z-loss, and its result tells the choice."""
         if not self.trains:
             return forward(*args, **kwargs)
         with _Logits(router.choices, partial(self._with_z_loss, router) if self.z_loss else None):
             result = forward(*args, **kwargs)
-        if not router.routed and self.counts:
-            results = result if isinstance(result, tuple | list) else (result,)
-            for tensor in results:
-                if isinstance(tensor, Tensor) and not tensor.is_floating_point():
-                    self._choose(router, tensor.detach(), self.weights(tensor.shape[:-1].numel()))
-                    break
+        if tells and self.counts and (chosen := _choice(result, router.choices)) is not None:
+            self._choose(router, chosen, self.weights(chosen.shape[:-1].numel()))
         return result
 
     def _with_z_loss(self, router: Router, logits: Tensor) -> Tensor:
         weights = self.weights(logits.shape[:-1].numel())
         if self.counts:
             squares = logits.detach().double().logsumexp(-1).square().view(-1)
-            self._note_squares(router, (squares if weights is None else squares * weights).sum())
+            if weights is not None:
+                squares = squares * weights
+            self._note_squares(router, squares.sum(), len(squares) if weights is None else weights.sum())
         if not logits.requires_grad:
             return logits
         result = _ZLoss.apply(logits, weights, self.z_loss, self.factor)  # type: ignore[no-untyped-call]
         assert isinstance(result, Tensor)
         return result
+
+
+def _choice(result: Any, choices: int) -> Tensor | None:
+    """Return the choice in a router's result: whole numbers, or where all that has a column for each expert is not 0.
+
+    The weights of experts that are not chosen are 0.
+    """
+    tensors = [
+        each.detach() for each in (result if isinstance(result, tuple | list) else (result,)) if _is_tensor(each)
+    ]
+    whole_numbers = next((each for each in tensors if not each.is_floating_point()), None)
+    columns = [each.reshape(-1, choices) != 0 for each in tensors if each.ndim and each.shape[-1] == choices]
+    if whole_numbers is not None or not columns:
+        return whole_numbers
+    return torch.stack([each for each in columns if len(each) == len(columns[0])]).all(0).long()
+
+
+def _is_tensor(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor)
 
 
 class _Logits(TorchFunctionMode):
