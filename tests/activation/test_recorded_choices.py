@@ -15,7 +15,7 @@ from zeromesh.parallel.activation.checkpoint import checkpoint_modules, compile_
 from zeromesh.parallel.activation.choices import ForwardChoices, add_router, chooses, keep_choices, same_choice
 
 
-class Routed(nn.Module):
+class Mixture(nn.Module):
     """Experts whose router draws noise from a generator of its own, and adds a buffer that changes."""
 
     def __init__(self, way: str) -> None:
@@ -52,7 +52,7 @@ WAYS = ("noise", "bias", "argmax", "max", "sort", "multinomial", "threshold")
 
 def gradients(way: str, recompute: str, backend: str = "") -> tuple[list[Tensor], list[Tensor]]:
     torch.manual_seed(0)
-    blocks = nn.Sequential(*(Routed(way) for _ in range(2)))
+    blocks = nn.Sequential(*(Mixture(way) for _ in range(2)))
     for block in blocks:
         add_router(block)
     if recompute in ("full", "selective"):
@@ -117,7 +117,7 @@ def test_modules_without_experts_pay_nothing() -> None:
     assert not chooses(nn.Linear(2, 2).modules())
 
 
-class Attended(Routed):
+class Attended(Mixture):
     """Experts as ``Exchange`` calls them, with the check that it makes."""
 
     def forward(self, x: Tensor) -> Tensor:

@@ -35,17 +35,25 @@ DECISIONS = {
     "ne",
 }
 
+WORDS = ("expert", "router", "moe", "topkgate")
+"""Parts of the names of classes, in lower case, that choose experts or are chosen."""
+
 _routers: WeakSet[nn.Module] = WeakSet()
 
 
 def add_router(module: nn.Module) -> None:
-    """Note that choices are made in a module, or for it: recomputed regions that contain it keep theirs."""
+    """Note that choices are made in a module, or for it, whatever its class: recomputed regions with it keep theirs."""
     _routers.add(module)
 
 
 def chooses(modules: Iterable[nn.Module]) -> bool:
     """Return whether choices are made in any of these modules."""
-    return bool(_routers) and any(module in _routers for module in modules)
+    return any(_routes(type(module)) or module in _routers for module in modules)
+
+
+@cache
+def _routes(kind: type[nn.Module]) -> bool:
+    return any(word in kind.__name__.lower() for word in WORDS)
 
 
 class ForwardChoices:

@@ -13,6 +13,7 @@ from torch import nn
 
 from zeromesh.base.split import Held
 from zeromesh.comm.mesh import Mesh
+from zeromesh.parallel.activation.choices import add_router, keep_choices
 from zeromesh.parallel.expert.contract import Contract
 from zeromesh.parallel.expert.dispatch import RowExchange
 from zeromesh.parallel.expert.forms import Experts
@@ -49,6 +50,8 @@ def apply(model: nn.Module, mesh: Mesh, experts: Sequence[Experts]) -> None:
             setattr(item.module.get_submodule(inner), attribute, value)
         sharing = ExpertSharing(exchange, item.count, lines, tag + RowExchange.TAGS)
         SHARES[item.contract](model, item, sharing)
+        add_router(item.module)
+    keep_choices(model)
 
 
 def _share_routed(model: nn.Module, item: Experts, sharing: ExpertSharing) -> None:
