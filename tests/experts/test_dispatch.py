@@ -8,9 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from harness import on_ranks, run_ranks
+from harness import on_ranks, run_ranks, spawn_ranks
 from zeromesh import Mesh
+from zeromesh.comm import watchdog
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.traffic import Traffic
 from zeromesh.parallel.expert.dispatch import Choice, RowExchange
@@ -81,10 +84,10 @@ def data_group() -> tuple[Mesh, Group]:
     return mesh, mesh.group("data")
 
 
-def shared(group: Group, tag: int = 40, **rest: Any) -> tuple[Experts, RoutedExperts]:
+def shared(group: Group, tag: int = 40, name: str = "moe", **rest: Any) -> tuple[Experts, RoutedExperts]:
     local = EXPERTS // group.size
     module = Experts(group.rank * local, (group.rank + 1) * local, rest.get("beyond", 0))
-    return module, RoutedExperts(module, RowExchange(group, tag, "moe"), EXPERTS, **rest)
+    return module, RoutedExperts(module, RowExchange(group, tag, name), EXPERTS, **rest)
 
 
 def on_a_rank(case: str) -> dict[str, Any]:
@@ -93,15 +96,13 @@ def on_a_rank(case: str) -> dict[str, Any]:
     hidden, index, weights = inputs(case, group.rank)
     mesh.traffic.reset()
     y = forward(hidden, index, weights=weights)
-    sent = mesh.traffic.bytes["all_to_all", "data"]
+    sent, calls = mesh.traffic.bytes["all_to_all", "data"], mesh.traffic.calls["all_to_all", "data"]
     tensors = (hidden, weights, module.up, module.down)
     gradients = torch.autograd.grad(y, tensors, upstream(case, group.rank), allow_unused=False)
-    return {
-        "y": y.detach(),
-        "gradients": gradients,
-        "sent": sent,
-        "back": mesh.traffic.bytes["all_to_all", "data"] - sent,
-    }
+    assert calls == 2, "once there and once back"
+    assert mesh.traffic.calls["all_to_all", "data"] == 4
+    back = mesh.traffic.bytes["all_to_all", "data"] - sent
+    return {"y": y.detach(), "gradients": gradients, "sent": sent, "back": back}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -244,3 +245,72 @@ def test_recomputation_sends_again_also_where_a_rank_has_no_rows_to_compute() ->
         y = run(hidden.clone().mul(2), index, weights)
         results.append(torch.autograd.grad(y.square().sum(), (hidden, weights, *module.parameters())))
     torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def of_transformers(implementation: str, first: int, stop: int) -> nn.Module:
+    config = MixtralConfig(hidden_size=8, intermediate_size=16, num_local_experts=EXPERTS)
+    config._experts_implementation = implementation
+    experts = MixtralExperts(config)
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in [*experts.named_parameters()]:
+        values = torch.randn(parameter.shape, generator=generator) / 4
+        setattr(experts, name, nn.Parameter(values[first:stop]))
+    experts.num_experts = stop - first
+    return experts
+
+
+@on_ranks(2)
+def test_grouped_products_are_those_of_transformers_and_the_same_bits_in_every_run() -> None:
+    _, group = data_group()
+    local = EXPERTS // group.size
+    hidden, index, weights = (x.float().detach() if x.is_floating_point() else x for x in inputs("any", group.rank))
+    hidden, index = torch.cat([hidden, hidden[:, :3]], 1), index // 2 * 2  # half of the experts get no rows
+    results = []
+    for implementation in ("grouped_mm", "grouped_mm", "eager"):
+        module = of_transformers(implementation, group.rank * local, (group.rank + 1) * local)
+        forward = RoutedExperts(module, RowExchange(group, 40, "moe"), EXPERTS)
+        x, factors = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
+        y = forward(x, index, factors)
+        results.append((y, *torch.autograd.grad(y.square().sum(), (x, factors, *module.parameters()))))
+    first, again, eager = results
+    torch.testing.assert_close(first, again, rtol=0, atol=0)
+    torch.testing.assert_close(first, eager)
+    assert not first[3][1::2].any()
+
+
+def in_another_order(what: str) -> None:
+    watchdog.PATIENCE = 1.0
+    _, group = data_group()
+    layers = [shared(group, tag, name=name)[1] for tag, name in ((40, "layers.0"), (43, "layers.1"))]
+    inputs_here = inputs("any", group.rank)
+    if what == "layers":
+        layers[group.rank](*inputs_here)
+        return
+    y = layers[0](*inputs_here)
+    if group.rank == 0:
+        y.sum().backward()
+    else:
+        layers[1](*inputs_here)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("what", "waits"),
+    [("layers", "numbers of rows for experts 'layers.0'"), ("backward", "results of experts 'layers.0'")],
+)
+def test_ranks_at_different_experts_end_and_say_at_which(what: str, waits: str) -> None:
+    outcomes = spawn_ranks(in_another_order, 2, what, timeout=40)
+    said = " ".join("".join(outcome.output for outcome in outcomes).split())
+    assert all(outcome.kind == "died" for outcome in outcomes), outcomes
+    assert waits in said
+    assert "numbers of rows for experts 'layers.1'" in said
+    assert "rank 1 waits" in said
+
+
+@on_ranks(2)
+def test_ranks_at_different_experts_are_refused_where_a_backend_ignores_tags() -> None:
+    _, group = data_group()
+    exchange = [RowExchange(group, tag, name) for tag, name in ((40, "layers.0"), (43, "layers.1"))][group.rank]
+    group.exchange = lambda vector, tag: Group.exchange(group, vector, 39)
+    with pytest.raises(ValueError, match=r"rank 0 is at numbers of rows for experts 'layers.0'.*rank 1 .*'layers.1'"):
+        exchange.counts(torch.ones(2, 1, dtype=torch.int64))

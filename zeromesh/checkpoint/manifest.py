@@ -133,16 +133,18 @@ BY_PARAMETER = ("scalars", "members")
 OF_STAGES = ("parameters", "tied", "extra")
 """Entries of which the first rank of each pipeline stage has those of its stage."""
 
+_STRIDES = list[Annotated[list[Annotated[int, Field(gt=0)]], Field(min_length=2, max_length=2)]]
 _AREA = record_type(
     dict.fromkeys(("offsets", "sizes"), NotRequired[list[Count]])
     | dict.fromkeys(("rank", "first", "stop", "last", "start"), NotRequired[Count])
+    | {"strides": NotRequired[_STRIDES]}
 )
 _TENSOR = record_type(
     {"dtype": Annotated[str, AfterValidator(_stored_dtype)], "shape": list[Count], "areas": ListOf[_AREA]}
 )
 _INDEX = {
     "shards": ListOf[record_type({"sha256": str, "bytes": Count})],
-    "strides": list[Annotated[list[Annotated[int, Field(gt=0)]], Field(min_length=2, max_length=2)]],
+    "strides": _STRIDES,
     "tensors": DictOf[str, _TENSOR],
 }
 

@@ -51,7 +51,8 @@ def write_part(folder: Path, rank: int, shard: Mapping[str, Any], facts: Mapping
         folder: of the checkpoint.
         rank: of the file.
         shard: the entry of its file, with its boxes.
-        facts: values by the names of the model; ``share`` and ``strides`` where tensors are cut, see ``holders``.
+        facts: values by the names of the model; ``share`` and ``strides`` where tensors are cut, see ``holders``, and
+            others ``elsewhere`` for some ``parameters``.
         flush: let it reach the disk before this returns.
     """
     boxes = shard["boxes"]
@@ -61,15 +62,16 @@ def write_part(folder: Path, rank: int, shard: Mapping[str, Any], facts: Mapping
         "bytes": max((box["bytes"][1] for box in boxes), default=0),
         "share": facts.get("share", rank),
         "strides": facts.get("strides", []),
-        "tensors": _ends(boxes),
+        "tensors": _ends(boxes, facts.get("elsewhere")),
         **{key: facts[key] for key in OF_STAGES if key in facts},
         "rest": _hash(rest),
     }
     write_text(folder / part_file(rank), f"{json.dumps(head)}\n{rest}", flush)
 
 
-def _ends(boxes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _ends(boxes: Sequence[dict[str, Any]], elsewhere: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the areas of tensors of which this rank has the first elements or the last: with where its share ends."""
+    names = set() if elsewhere is None else {*elsewhere["parameters"]}
     # Of each area only two ranks, so that all ranks together say no more than there are tensors.
     shares: dict[Any, tuple[int, int]] = {}
     of_tensors = {box["name"]: box for box in boxes}
@@ -83,6 +85,8 @@ def _ends(boxes: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if ends:
             box = of_tensors[name]
             place = {} if list(sizes) == box["shape"] else {"offsets": list(offsets), "sizes": list(sizes)}
+            if elsewhere is not None and name.rpartition("/")[2] in names:
+                ends |= {key: elsewhere[key] for key in ("share", "strides")}
             facts = {"dtype": box["dtype"], "shape": box["shape"], "areas": []}
             tensors.setdefault(name, facts)["areas"].append(place | ends)
     return tensors
@@ -108,7 +112,7 @@ def write_index(folder: Path, state: Mapping[str, Any], ranks: int) -> None:
         for name, facts in head["tensors"].items():
             areas = tensors.setdefault(name, facts | {"areas": []})["areas"]
             for ends in facts["areas"]:
-                _add_ends(areas, ends, rank, head["share"])
+                _add_ends(areas, ends, rank, ends.get("share", head["share"]))
         strides = head["strides"]  # which all ranks have
     content = signed({**state, **named, "strides": strides, "tensors": tensors, "shards": rows})
     write_text(folder / MANIFEST, _by_line(content))
@@ -131,7 +135,7 @@ def _add_ends(areas: list[dict[str, Any]], ends: dict[str, Any], rank: int, shar
     place = {key: ends[key] for key in PLACE if key in ends}
     area = next((area for area in areas if all(area.get(key) == place.get(key) for key in PLACE)), None)
     if area is None:
-        areas.append(area := place)
+        areas.append(area := place | {key: ends[key] for key in ("strides",) if key in ends})
     if "stop" in ends:
         area |= {"rank": rank, "first": share, "stop": ends["stop"]}
     if "start" in ends:
@@ -195,7 +199,8 @@ def holders(
 
     Args:
         area: its ``rank`` has share ``first``, which ends at element ``stop``; share ``last`` begins at ``start``.
-        strides: of each axis along which shares are counted, the innermost first: its size, and ranks between two.
+        strides: of each axis along which shares are counted, the innermost first: its size, and ranks between two; an
+            area may have its own.
         low: first element.
         high: last element + 1.
         margin: further shares on both sides.
@@ -211,7 +216,7 @@ def holders(
 
     def offset(number: int) -> int:
         ranks = 0
-        for size, stride in strides:
+        for size, stride in area.get("strides", strides):
             number, place = divmod(number, size)
             ranks += place * stride
         return ranks + number  # of files without axes, one after the other

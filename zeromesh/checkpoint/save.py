@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -187,17 +187,33 @@ def numbers(engine: RunState) -> dict[str, Any]:
         names = {name: plain(owner) for name, owner in tied(engine.sharded).items()}
         facts |= {"parameters": parameters(engine.sharded), "tied": names}
     named = {key: {plain(name): value for name, value in part.items()} for key, part in facts.items()}
-    return named | {"extra": extra_state(engine.sharded)[0]} | _place(engine.mesh)
+    segments = (segment for flat in engine.sharded.flats for segment in flat.layout.segments)
+    experts = [plain(segment.name) for segment in segments if segment.held.axis == "expert"]
+    return named | {"extra": extra_state(engine.sharded)[0]} | _place(engine.mesh, experts)
 
 
-def _place(mesh: Mesh) -> dict[str, Any]:
+def _place(mesh: Mesh, experts: Sequence[str]) -> dict[str, Any]:
     """Return which share of each tensor this rank has, and on which ranks the other ones are."""
-    strides, ranks = [], 1
+    strides: list[list[int]] = []
+    ranks = 1
     for axis in reversed(GRID):
         if AXES[axis].shards and mesh.sizes[axis] > 1:
             strides.append([mesh.sizes[axis], ranks])
         ranks *= mesh.sizes[axis]
-    return {"share": mesh.shard.rank, "strides": strides}
+    place: dict[str, Any] = {"share": mesh.shard.rank, "strides": strides}
+    if experts:
+        share = {"share": mesh.shards_of("expert").rank, "strides": _expert_strides(mesh.sizes)}
+        place["elsewhere"] = share | {"parameters": experts}
+    return place
+
+
+def _expert_strides(sizes: Mapping[str, int]) -> list[list[int]]:
+    """Return the axes along which shares of experts are counted; see ``holders``. None where no axes say it."""
+    inner, stages, size = sizes["context"] * sizes["tensor"], sizes["pipeline"], sizes["expert"]
+    shares = sizes["data"] * inner // size
+    if stages == 1 or size % inner == 0:
+        return [[shares, size * stages]]
+    return [[inner // size, size], [sizes["data"], stages * inner]] if inner % size == 0 else []
 
 
 def _scheduler_state(engine: RunState) -> Any:

@@ -32,6 +32,8 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 SLOTS = 64  # in which sums over more ranks are kept apart, at most
 NARROW = (torch.float16, torch.bfloat16)  # dtypes that are summed in fp32 and rounded once
 
+Messages = Mapping[int, torch.Tensor | Sequence[torch.Tensor]]  # by group rank
+
 
 @dataclass(eq=False)
 class Pending:
@@ -465,32 +467,32 @@ class Group:
         across = sum(self._node_of[peer] != here for peer in sent)
         self._traffic.add("exchange", self.axis, row.nbytes * len(sent), row.nbytes * across)
 
-    def send_and_receive(
-        self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], tag: int, what: str
-    ) -> Pending:
-        """Start one message each to and from some other ranks; both sides give the same shape and dtype.
+    def send_and_receive(self, sends: Messages, receives: Messages, tag: int, what: str) -> Pending:
+        """Start messages to and from some other ranks; both sides give the same shapes and dtypes.
 
         Args:
-            sends: by group rank, what it gets: contiguous, and not to be written before the result was waited for.
+            sends: by group rank, what it gets, a tensor or several: contiguous, and not to be written before the result
+                was waited for.
             receives: by group rank, where what it sends goes: contiguous.
             tag: as in ``all_gather``.
             what: name of the collective that these messages are part of, for accounting and messages.
         """
+        sources, targets = _each(sends), _each(receives)
         here = self._node_of[self.rank]
-        across = sum(tensor.nbytes for peer, tensor in sends.items() if self._node_of[peer] != here)
-        self._traffic.add(what, self.axis, sum(tensor.nbytes for tensor in sends.values()), across)
-        landings, sources = dict(receives), dict(sends)
+        across = sum(tensor.nbytes for peer, tensor in sources if self._node_of[peer] != here)
+        self._traffic.add(what, self.axis, sum(tensor.nbytes for _, tensor in sources), across)
+        landings = targets
         if self._through_host:
-            landings = {peer: torch.empty_like(tensor, device="cpu") for peer, tensor in receives.items()}
-            sources = {peer: tensor.cpu() for peer, tensor in sends.items()}
+            landings = [(peer, torch.empty_like(tensor, device="cpu")) for peer, tensor in targets]
+            sources = [(peer, tensor.cpu()) for peer, tensor in sources]
 
         def arrived() -> None:
-            for peer, landing in landings.items():
-                copy(receives[peer], landing)
+            for (_, target), (_, landing) in zip(targets, landings, strict=True):
+                copy(target, landing)
             sources.clear()  # until here they must not be freed
 
-        works = self._post(landings.items(), sources.items(), tag)
-        nbytes = sum(tensor.nbytes for tensor in receives.values())
+        works = self._post(landings, sources, tag) if landings or sources else []
+        nbytes = sum(tensor.nbytes for _, tensor in targets)
         return self._pending(what, tag, works, nbytes, arrived)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
@@ -529,6 +531,12 @@ class Group:
             return Pending(works=[sending], then=lambda: copy(tensor, full[: tensor.numel()]))
 
         return send
+
+
+def _each(messages: Messages) -> list[tuple[int, torch.Tensor]]:
+    """Return the tensors of messages with the rank of each."""
+    several = ((peer, [item] if isinstance(item, torch.Tensor) else item) for peer, item in messages.items())
+    return [(peer, tensor) for peer, tensors in several for tensor in tensors]
 
 
 def backend_for(device: torch.device, process_group: Any = None) -> str:

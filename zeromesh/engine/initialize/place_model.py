@@ -193,7 +193,7 @@ class Placing:
         """Let modules with experts compute over the ranks that share these."""
         from zeromesh.parallel.expert.place import apply
 
-        apply(self.plan.mesh, self.experts)
+        apply(self.plan.model, self.plan.mesh, self.experts)
 
     def chunk_losses(self) -> None:
         """Compute losses of whole heads a chunk of tokens at a time."""

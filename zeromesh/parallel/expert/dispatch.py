@@ -83,18 +83,19 @@ class _Send(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.settings = (exchange, received, sent, back)
         group = exchange.group
-        others = [(group.rank + distance) % group.size for distance in range(1, group.size)]
         results = tuple(x.new_empty(sum(received), *x.shape[1:]) for x in tensors)
-        works = []
-        for x, result in zip(tensors, results, strict=True):
-            parts, landings = x.contiguous().split([*sent]), result.split([*received])
-            sends = {peer: parts[peer] for peer in others if parts[peer].numel()}
-            receives = {peer: landings[peer] for peer in reversed(others) if landings[peer].numel()}
-            if sends or receives:
-                works.append(group.send_and_receive(sends, receives, exchange.tag + 1 + back, "all_to_all"))
-            landings[group.rank].copy_(parts[group.rank])
-        for work in works:
-            work.wait()
+        parts = [*zip(*(x.contiguous().split([*sent]) for x in tensors), strict=True)]
+        landings = [*zip(*(result.split([*received]) for result in results), strict=True)]
+        others = [(group.rank + distance) % group.size for distance in range(1, group.size)]
+        sending = group.send_and_receive(
+            {peer: parts[peer] for peer in others if sent[peer]},
+            {peer: landings[peer] for peer in reversed(others) if received[peer]},
+            exchange.tag + 1 + back,
+            "all_to_all",
+        )
+        for part, landing in zip(parts[group.rank], landings[group.rank], strict=True):
+            landing.copy_(part)
+        sending.wait()
         # torch's checkpoint ends a recomputation with the last tensor that is saved, which must come behind the
         # messages on all ranks, also on one that has no rows to compute with.
         ctx.save_for_backward(*(() if back else [results[0].new_empty(0)]))

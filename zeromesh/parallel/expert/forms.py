@@ -39,6 +39,8 @@ class Experts:
             module knows them by the numbers from ``count // ranks`` on.
         sizes: (name of a module inside ``module``, name of its attribute) -> value with a rank's part of the experts.
         caller: name of the module whose forward calls the experts: ``name`` itself, but for most LISTED.
+        choices: columns that the index of ROUTED needs: 2 where its forward fails with one choice of each row; the
+            second may be any expert, of weight 0.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Experts:
     beyond: int = 0
     sizes: Mapping[tuple[str, str], int] = field(default_factory=dict)
     caller: str = ""
+    choices: int = 1
 
 
 def find_experts(model: nn.Module, targets: Sequence[str], ranks: int) -> list[Experts]:
@@ -106,8 +109,9 @@ def _suspected(modules: Modules) -> Iterator[str]:
     """Yield names of modules that look like experts, outer ones behind those with parameters of their own."""
     outer: list[str] = []
     for name, module in modules.items():
-        word = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
-        if "shared" in word:
+        last = name.rpartition(".")[2]
+        word = f"{last} {type(module).__name__}".lower()
+        if "shared" in last:  # by all tokens
             continue
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             if "expert" in word:
@@ -163,6 +167,7 @@ def _forms(module: nn.Module) -> Iterator[Form]:
                 yield Form(contract, count, total - count, stacked, numbers)
                 yield Form(contract, count, total - count, matrices, numbers)
                 yield Form(contract, count, total - count, stacked, {})
+                yield Form(contract, count, total - count, stacked, numbers, choices=2)
 
 
 def _stacked(name: str, module: nn.Module, form: Form, ranks: int) -> Experts:
@@ -179,7 +184,7 @@ def _stacked(name: str, module: nn.Module, form: Form, ranks: int) -> Experts:
             split = Split(0, size + behind, split.length + rest.length, tuple(used + unused for used, unused in parts))
         splits[f"{name}.{parameter}".lstrip(".")] = split
     sizes = {place: size - form.count + form.count // ranks for place, size in form.sizes.items()}
-    return Experts(name, module, form.count, form.contract, splits, form.beyond, sizes, name)
+    return Experts(name, module, form.count, form.contract, splits, form.beyond, sizes, name, form.choices)
 
 
 def _members(name: str, module: nn.Module) -> Modules:

@@ -6,15 +6,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 
 from zeromesh.base.split import Held
 from zeromesh.comm.mesh import Mesh
-from zeromesh.parallel.expert.dispatch import Exchange
+from zeromesh.parallel.expert.contract import Contract
+from zeromesh.parallel.expert.dispatch import RowExchange
 from zeromesh.parallel.expert.forms import Experts
+from zeromesh.parallel.expert.lists import share_listed
 from zeromesh.parallel.expert.routed import RoutedExperts
+from zeromesh.parallel.expert.stacked import Sharing, share_sorted, share_stacked
 from zeromesh.parallel.follow.activation_parts import replace_forward
 
 FIRST_TAG = 1 << 14  # of the messages of experts, behind those of flat buffers
@@ -35,13 +39,27 @@ def holdings(mesh: Mesh, experts: Sequence[Experts]) -> dict[str, Held]:
     return parts
 
 
-def apply(mesh: Mesh, experts: Sequence[Experts]) -> None:
+def apply(model: nn.Module, mesh: Mesh, experts: Sequence[Experts]) -> None:
     """Let modules with experts compute over the ranks that share these; their parameters have been cut already."""
     lines = mesh.group("tensor") if mesh.group("tensor").size > 1 else None
     for number, item in enumerate(experts):
-        tag = FIRST_TAG + number * (Exchange.TAGS + RoutedExperts.TAGS)
-        exchange = Exchange(mesh.group("expert"), tag, item.name)
+        tag = FIRST_TAG + number * (RowExchange.TAGS + RoutedExperts.TAGS)
+        exchange = RowExchange(mesh.group("expert"), tag, item.name)
         for (inner, attribute), value in item.sizes.items():
             setattr(item.module.get_submodule(inner), attribute, value)
-        shared = RoutedExperts(item.module, exchange, item.count, item.beyond, lines, tag + Exchange.TAGS)
-        replace_forward(item.module, torch.compiler.disable(shared.__call__))
+        sharing = Sharing(exchange, item.count, lines, tag + RowExchange.TAGS)
+        SHARES[item.contract](model, item, sharing)
+
+
+def _share_routed(model: nn.Module, item: Experts, sharing: Sharing) -> None:
+    shared = RoutedExperts(item.module, sharing.exchange, item.count, item.beyond, sharing.lines, sharing.tag)
+    replace_forward(item.module, torch.compiler.disable(shared.__call__))
+
+
+SHARES: dict[Contract, Callable[[nn.Module, Experts, Sharing], None]] = {
+    Contract.ROUTED: _share_routed,
+    Contract.SORTED: lambda model, item, sharing: share_sorted(item.module, sharing),
+    Contract.STACKED: lambda model, item, sharing: share_stacked(item.module, sharing),
+    Contract.LISTED: lambda model, item, sharing: share_listed(model.get_submodule(item.caller), item.module, sharing),
+}
+"""How experts that are called in each way compute for all ranks."""

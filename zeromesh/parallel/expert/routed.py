@@ -10,7 +10,8 @@ each that came, and travel back. Messages carry ``rows x (H + K)`` values and ``
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -35,6 +36,7 @@ class RoutedExperts:
         beyond: number of experts without parameters that come after them; each rank computes these itself.
         lines: ranks that are given the same tokens, of which each sends its part; None if no others are.
         tag: first of ``TAGS`` tags on ``lines``.
+        choices: smallest ``K`` that the module's own forward can be called with.
     """
 
     TAGS = 3
@@ -47,11 +49,12 @@ class RoutedExperts:
         beyond: int = 0,
         lines: Group | None = None,
         tag: int = 0,
+        choices: int = 1,
     ) -> None:
         self._module, self._exchange, self._beyond = module, exchange, beyond
         self._local = count // exchange.group.size
         self._count = count
-        self._lines, self._tag = lines, tag
+        self._lines, self._tag, self._choices = lines, tag, choices
         self._forward = module.forward
         self._signature = inspect.signature(self._forward)
         if lines is not None:
@@ -69,14 +72,19 @@ class RoutedExperts:
         """
         hidden, index, weights = self._arguments(*args, **kwargs)
         shape, width = hidden.shape, index.shape[-1]
-        hidden, index, weights = hidden.reshape(-1, shape[-1]), index.reshape(-1, width), weights.reshape(-1, width)
+        hidden, index, weights = (
+            hidden.reshape(-1, shape[-1]),
+            index.reshape(-1, width).long(),
+            weights.reshape(-1, width),
+        )
         if self._lines is None:
             return self._shared(hidden, index, weights).view(shape)
         return self._in_parts(self._lines, hidden, index, weights).view(shape)
 
     def _arguments(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
         values = tuple(self._signature.bind(*args, **kwargs).arguments.values())
-        if len(values) != 3 or values[1].is_floating_point() or values[1].shape != values[2].shape:
+        tensors = len(values) == 3 and all(isinstance(value, Tensor) for value in values)
+        if not tensors or values[1].is_floating_point() or values[1].shape != values[2].shape:
             shapes = ", ".join(
                 str(tuple(value.shape)) if isinstance(value, Tensor) else repr(value) for value in values
             )
@@ -132,11 +140,46 @@ class RoutedExperts:
             return _nothing(rows, self._module)
         absent = index < 0
         experts, order = index.masked_fill(absent, self._local + self._beyond).flatten().sort(stable=True)
-        experts, order = experts[:pairs, None].long(), order[:pairs]
+        experts, order = experts[:pairs].long(), order[:pairs]
         choice = Choice.of(order // index.shape[1], (~absent).sum(1))
-        results = self._forward(choice.take(rows), experts, weights.new_ones(pairs, 1)).reshape(pairs, -1)
-        weighted = results * weights.flatten().index_select(0, order)[:, None]
-        return choice.add_up(weighted).to(rows.dtype)
+        inputs, factors = choice.take(rows), weights.flatten().index_select(0, order)
+        if (grouped := _grouped_product(self._module, self._forward)) is not None:
+            results = _grouped_forward(self._module, inputs, experts, self._local, grouped)
+        else:
+            ones = factors.new_zeros(pairs, self._choices)
+            ones[:, 0] = 1
+            results = self._forward(inputs, experts[:, None].expand_as(ones), ones).reshape(pairs, -1)
+        return choice.add_up(results * factors[:, None]).to(rows.dtype)
+
+
+def _grouped_product(module: Any, forward: Callable[..., Tensor]) -> Callable[..., Tensor] | None:
+    """Return transformers' product of rows by the matrices of their experts, if a module's forward computes by it."""
+    interface: Any = sys.modules.get("transformers.integrations.moe")
+    code = getattr(forward, "__code__", None)
+    # Code of the decorator of experts; nobody has put another in its place.
+    if interface is None or code is None or code.co_filename != interface.__file__:
+        return None
+    name = module.config._experts_implementation
+    standard = (
+        name == "grouped_mm" and interface.ALL_EXPERTS_FUNCTIONS.get(name) is interface.grouped_mm_experts_forward
+    )
+    return getattr(interface, "_grouped_linear", None) if standard else None
+
+
+def _grouped_forward(module: Any, rows: Tensor, experts: Tensor, count: int, product: Callable[..., Tensor]) -> Tensor:
+    """Compute what transformers' ``grouped_mm_experts_forward`` does for rows that are sorted by expert.
+
+    It would sort them again, and multiply by weights of one: five copies of all rows.
+    """
+
+    def layer(x: Tensor, name: str) -> Tensor:
+        bias = getattr(module, f"{name}_bias")[experts] if module.has_bias else None
+        return product(x, getattr(module, name), offsets, bias=bias, is_transposed=module.is_transposed)
+
+    offsets = torch.searchsorted(experts, torch.arange(count, device=experts.device), right=True, out_int32=True)
+    x = module._apply_gate(layer(rows, "gate_up_proj")) if module.has_gate else module.act_fn(layer(rows, "up_proj"))
+    x = layer(x, "down_proj")
+    return module.post_expert_norm(x) if module.has_post_expert_norm else x
 
 
 def _nothing(rows: Tensor, module: nn.Module) -> Tensor:

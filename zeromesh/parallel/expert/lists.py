@@ -1,0 +1,228 @@
+"""Experts that are a list of modules, which a loop of the model calls.
+
+Nobody needs to know the loop: the forward of the block around the experts runs twice. In the rehearsal each expert
+notes its input and returns a placeholder. Then all inputs travel in one exchange, and their owners compute them. In the
+replay each expert checks that its input has the bits that it had, and returns its result. So any order, skips of
+experts without tokens, capacities and drops are the model's own. Inputs get their gradients through the rehearsal's
+graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeromesh.base.containers import map_tensors, tensors_of
+from zeromesh.base.in_place import version
+from zeromesh.parallel.expert.rehearsal import rehearsal
+from zeromesh.parallel.expert.stacked import (
+    DTYPES,
+    Chain,
+    Entry,
+    Sharing,
+    by_expert,
+    by_sender,
+    compute_at_owners,
+    odd_output,
+)
+from zeromesh.parallel.follow.activation_parts import replace_forward
+
+PLACEHOLDER = 0.8125  # not zero: experts whose last weights are zeros would hide that another's input depends on them
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a dtype, to compare bits
+_UNEQUAL = (
+    "they get other inputs when it runs again, so these depend on what other experts return, or on what the forward "
+    "changes or draws outside of torch; let it compute the inputs of all experts from its own"
+)
+
+
+class Phase(Enum):
+    """What a call of an expert does."""
+
+    IDLE = "compute"
+    REHEARSAL = "note the input"
+    REPLAY = "return the result"
+
+
+@dataclass
+class _Call:
+    expert: int
+    x: Tensor
+    result: Tensor | None = None
+
+
+@dataclass
+class _Run:
+    """One forward of the block."""
+
+    calls: list[_Call] = field(default_factory=list)
+    replayed: int = 0
+    differs: list[Tensor] = field(default_factory=list)  # whether an input is another one in the replay
+
+
+class ListedExperts:
+    """The experts of a block, which its forward calls.
+
+    Args:
+        block: the module whose forward calls them.
+        experts: all of them, in order; this rank has the parameters of some.
+        sharing: which these are, and the ranks that have the others.
+    """
+
+    def __init__(self, block: nn.Module, experts: Sequence[nn.Module], sharing: Sharing) -> None:
+        self._block, self._sharing, self._phase, self._run = block, sharing, Phase.IDLE, _Run()
+        others = {id(module) for expert in experts for module in expert.modules()}
+        # Those that are called in the rehearsal: what is inside of experts, of one, which tells what outputs are like.
+        self._running = [module for module in block.modules() if id(module) not in others]
+        self._running += dict.fromkeys([*experts, *experts[sharing.local[0]].modules()])
+        self._forwards = [expert.forward for expert in experts]
+        self._forms: dict[Any, tuple[int, torch.dtype]] = {}  # width and dtype of outputs, by what they depend on
+        for index, expert in enumerate(experts):
+            replace_forward(expert, partial(self._called, index))
+        replace_forward(block, torch.compiler.disable(partial(self._compute, block.forward)))
+
+    def _compute(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Forward of the block."""
+        assert self._phase is Phase.IDLE, f"{self._sharing.name}: the forward of the block calls itself"
+        chain, self._run = Chain(self._block, args, kwargs), _Run()
+        try:
+            self._rehearse(forward, args, kwargs)
+            self._exchange(chain)
+            self._phase = Phase.REPLAY
+            output = forward(*args, **kwargs)
+            run = self._run
+            if run.replayed != len(run.calls) or (run.differs and bool(torch.stack(run.differs).any())):
+                raise self._refusal(_UNEQUAL)
+        finally:
+            self._phase, self._run = Phase.IDLE, _Run()
+        return map_tensors(output, lambda x: chain(x, copy=True) if x.is_floating_point() else x)
+
+    def _rehearse(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        arguments = tensors_of((args, kwargs))
+        versions = [version(x) for x in arguments]
+        self._phase = Phase.REHEARSAL
+        with rehearsal(self._running, (args, kwargs), next(self._block.parameters()).device):
+            forward(*args, **kwargs)
+        if [version(x) for x in arguments] != versions:
+            raise self._refusal("it writes to its inputs; let it write to copies")
+
+    def _called(self, expert: int, /, *args: Any, **kwargs: Any) -> Any:
+        """Forward of an expert."""
+        if self._phase is Phase.IDLE:
+            if expert in self._sharing.local:
+                return self._forwards[expert](*args, **kwargs)
+            raise self._refusal(f"expert {expert}, which another rank has, was called outside of it; call the block")
+        values = (*args, *kwargs.values())
+        x = values[0] if len(values) == 1 else None
+        if not isinstance(x, Tensor) or x.ndim < 2 or x.dtype not in DTYPES:
+            shown = ", ".join(str(tuple(v.shape)) if isinstance(v, Tensor) else type(v).__name__ for v in values)
+            raise self._refusal(
+                f"expert {expert} was called with ({shown}); call it with one floating-point tensor (rows, width), and "
+                "apply what else there is to its input or output"
+            )
+        run = self._run
+        if self._phase is Phase.REHEARSAL:
+            run.calls.append(_Call(expert, x))
+            width, dtype = self._form(x)
+            return x.new_full((*x.shape[:-1], width), PLACEHOLDER, dtype=dtype)
+        call = run.calls[run.replayed] if run.replayed < len(run.calls) else None
+        run.replayed += 1
+        if call is None or call.expert != expert or call.x.shape != x.shape:
+            raise self._refusal(_UNEQUAL)
+        run.differs.append((_bits(call.x) != _bits(x)).any())
+        return call.result
+
+    def _form(self, x: Tensor) -> tuple[int, torch.dtype]:
+        """Return the width and the dtype of an expert's output: one that is here computes one row."""
+        key = (*x.shape[1:], x.dtype, torch.is_autocast_enabled(x.device.type), self._block.training)
+        if key not in self._forms:
+            row = x.detach()[:1] if len(x) else x.new_zeros(1, *x.shape[1:])
+            with torch.no_grad():
+                y = self._forwards[self._sharing.local[0]](row)
+            if not isinstance(y, Tensor) or y.shape[:-1] != row.shape[:-1] or y.dtype not in DTYPES:
+                raise odd_output(f"an expert of {self._sharing.name}", y, "one row for each row")
+            self._forms[key] = y.shape[-1], y.dtype
+        return self._forms[key]
+
+    def _exchange(self, chain: Chain) -> None:
+        """Have the inputs of all calls computed, and note their results."""
+        calls, sharing = sorted(self._run.calls, key=lambda call: call.expert), self._sharing
+        # Rows, calls, and the outer dims of a call that has more than two.
+        table: list[Entry] = [[0] * 4 for _ in range(sharing.count)]
+        for call in calls:
+            entry, shape = table[call.expert], call.x.shape
+            if len(shape) > 2 and (entry[1] or len(shape) > 4 or sharing.lines is not None):
+                raise self._refusal(
+                    f"expert {call.expert} was called with shape {tuple(shape)}; with more than two dims it may be "
+                    "called once in a forward, have four, and not be tensor-parallel: call it with (rows, width)"
+                )
+            table[call.expert] = [entry[0] + shape[:-1].numel(), entry[1] + 1, *[*shape[:-2], 0, 0][:2]]
+        if len(forms := {(call.x.shape[-1], call.x.dtype) for call in calls}) > 1:
+            raise self._refusal(f"its experts take rows of several widths or dtypes: {sorted(forms, key=str)}")
+        rows = torch.cat([call.x.flatten(0, -2) for call in calls]) if calls else self._nothing(torch.float32)
+        results = compute_at_owners(rows, table, sharing, chain, self._compute_here)
+        parts = _Parts.apply(results, [call.x.shape[:-1].numel() for call in calls])  # type: ignore[no-untyped-call]
+        for call, part in zip(calls, parts, strict=True):
+            call.result = part.view(*call.x.shape[:-1], part.shape[-1])
+
+    def _compute_here(self, arrived: Tensor, senders: list[list[Entry]]) -> Tensor:
+        """Return the results of the rows that have arrived. An expert that no rank has called is not called."""
+        results: list[list[Tensor]] = []
+        by_local = zip(by_expert(arrived, senders), zip(*senders, strict=True), strict=True)
+        for expert, (pieces, told) in zip(self._sharing.local, by_local, strict=True):
+            if any(outer for _, _, outer, _ in told):  # rows that may belong together: each call by itself
+                results.append([self._outer(expert, *call) for call in zip(pieces, told, strict=True)])
+            elif any(calls for _, calls, *_ in told):
+                results.append(list(self._one(expert, torch.cat(pieces)).split([*map(len, pieces)])))
+        return by_sender(results) if results else self._nothing(arrived.dtype)
+
+    def _outer(self, expert: int, rows: Tensor, entry: Entry) -> Tensor:
+        """Return the results of a call with more than two dims, as rows."""
+        outer = [dim for dim in entry[2:] if dim]
+        x = rows.view(*outer, len(rows) // max(1, prod(outer)), rows.shape[-1])
+        return self._one(expert, x.clone()).flatten(0, -2) if entry[1] else rows.new_empty(0, dtype=self._form(x)[1])
+
+    def _nothing(self, dtype: torch.dtype) -> Tensor:
+        return torch.empty(0, 1, dtype=dtype, device=next(self._block.parameters()).device)
+
+    def _one(self, expert: int, x: Tensor) -> Tensor:
+        (width, dtype), y = self._form(x), self._forwards[expert](x)
+        if not isinstance(y, Tensor) or y.shape != (*x.shape[:-1], width) or y.dtype != dtype:
+            wanted = f"as others do, of shape {(*x.shape[:-1], width)} and {dtype}"
+            raise odd_output(f"expert {expert} of {self._sharing.name}", y, wanted)
+        return y
+
+    def _refusal(self, reason: str) -> RuntimeError:
+        block, ranks = type(self._block).__name__, self._sharing.exchange.group.size
+        return RuntimeError(
+            f"{ranks} ranks cannot share the experts {self._sharing.name}, which the forward of {block} calls: "
+            f"{reason}; or set mesh.expert to 1"
+        )
+
+
+class _Parts(torch.autograd.Function):
+    """Cut the results of all calls apart; each may be written to, as what an expert returns may."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+        return tuple(part.data for part in x.split(sizes))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return torch.cat(gradients), None
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.detach().contiguous().view(_INTEGERS[x.itemsize])
+
+
+def share_listed(block: nn.Module, experts: nn.Module, sharing: Sharing) -> None:
+    """Let a block have the experts that it calls, those of a list, computed by the ranks that have them."""
+    members = [child for child in experts.children() if any(True for _ in child.parameters())]
+    ListedExperts(block, members, sharing)
