@@ -54,7 +54,15 @@ _FORMS = {
     for group, names in parts.items()
     for name in names.split()
 }
-_ZERO_IS_NONE = ("model.dense_layers", "model.mtp", "layout.fsdp", "layout.ep", "layout.vp", "layout.interleave", "layout.cp")
+_ZERO_IS_NONE = (
+    "model.dense_layers",
+    "model.mtp",
+    "layout.fsdp",
+    "layout.ep",
+    "layout.vp",
+    "layout.interleave",
+    "layout.cp",
+)
 GROUPS = ("model", "hardware", "layout")
 
 
@@ -168,7 +176,11 @@ class PublishedRow:
         if model.get("experts"):
             width = int(model.get("expert_ffn") or self.needs("model", "ffn"))
             shared = int(model.get("shared_experts") or 0)
-            sizes |= {"experts": int(model["experts"]), "chosen": int(self.needs("model", "top_k")), "expert_width": width}
+            sizes |= {
+                "experts": int(model["experts"]),
+                "chosen": int(self.needs("model", "top_k")),
+                "expert_width": width,
+            }
             sizes |= {"shared_width": shared * width, "dense_layers": int(model.get("dense_layers") or 0)}
         return sizes
 

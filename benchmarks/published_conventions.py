@@ -49,6 +49,7 @@ class Published(Convention):
     # until the end of the step.
     prints_reserved: bool = False
     root_units: int = 1  # of like size that the root's parameters are in; one of them is gathered at a time
+    root_experts: bool = False  # experts with ranks of their own are in the root's unit
     workspace: float = 0.0  # bytes of libraries of matrix products, from the framework's own allocator
     vocabulary_multiple: int = 1  # of rows of the embedding on each tensor rank
 
@@ -69,6 +70,8 @@ class Published(Convention):
         add_size(resting, "optimizer", row.optimizer_tier, (widths.master + widths.states) * share[row.optimizer])
         gathered, working = 0.0, self.bucket * widths.wire
         root = units[0].size / self.root_units
+        if self.root_experts:
+            root += sum(unit.size * unit.number for unit in units if unit.ranks)
         apart = bytes_of(largest(((unit.size, unit.number) for unit in units[1:]), self.gathered))
         if sharded and self.whole_in_pipeline and layout.pipeline > 1:
             gathered = total

@@ -176,6 +176,10 @@ def measured_layout(row: PublishedRow) -> tuple[TransformerCost, ParallelLayout,
     elif convention.name == "KempnerForge" and row.layout.get("compile"):
         rule = replace(rule, **COMPILED_LOSS)
         rule = replace(rule, logits_backward=rule.logits_backward + (rule.logits_apart if layout.tensor > 1 else 0.0))
+    if convention.name == "KempnerForge" and shape.experts:
+        # What their mixtures allocate grows by 14 bytes a parameter: gradients and moments are in fp32.
+        convention = replace(convention, widths=replace(convention.widths, gradient=4, states=8))
+        convention = replace(convention, root_experts="root unit" in str(row.layout.get("units")))
     if (row.source, row.model["name"]) in BF16_STATES or row.layout.get("optimizer_states") == "bf16":
         # Gradients and moments in 16 bits beside an fp32 master.
         convention = replace(convention, widths=replace(convention.widths, gradient=2, wire=2, states=4))

@@ -17,6 +17,7 @@ class Constants(NamedTuple):
     memory: float | None = None  # share of the memory's bandwidth that kernels reach
     host: float | None = None  # share of the preset's bandwidth of the host's memory that updates reach
     step: float | None = None  # seconds of a step beside kernels: data, launches of the update, reports
+    block: float | None = None  # seconds beside kernels of a block with experts: launches, and numbers read by the host
 
 
 DEFAULT = Habits()
@@ -38,6 +39,7 @@ class Practice:
     shape: Mapping[str, Any] = field(default_factory=dict)  # fields of the model's shape
     cluster: Mapping[str, Any] = field(default_factory=dict)  # arguments of presets.cluster for its machine
     fitted: tuple[str, str] = ("products", "links")  # constants of its GPUs that are fitted
+    fitted_experts: tuple[str, str] = ("products", "block")  # of its mixtures
     own_kernels: bool = True  # it trains models of its own kernels, where ZeroMesh runs the modules of a PyTorch model
     why: str = ""
 

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from statistics import median
 from typing import NamedTuple
 
 from published import Outcome, PublishedRow, UnjudgedError, said_parts
@@ -38,6 +39,7 @@ from zeromesh.apps.plan.predict.durations import Durations
 from zeromesh.apps.plan.predict.time import StepTime, time_of
 from zeromesh.base.placement import ROWS
 
+WITH_EXPERTS = ", experts"  # behind the GPU of mixtures' constants
 LAYER = "layer_time"  # kind of rows that time one layer
 
 
@@ -79,6 +81,11 @@ def completed(row: PublishedRow) -> PublishedRow:
 def gpu_name(row: PublishedRow) -> str:
     """Return the GPU's name in a row without what is said in brackets."""
     return re.sub(r" *\(.*\)", "", str(row.hardware.get("gpu")))
+
+
+def group_of(row: PublishedRow) -> tuple[str, str]:
+    """Return the source and the GPU of a row, whose rows have constants in common; mixtures have their own."""
+    return row.source, gpu_name(row) + (WITH_EXPERTS if row.model.get("experts") else "")
 
 
 def machine_of(row: PublishedRow, ranks: int, constants: Constants) -> Machine:
@@ -209,6 +216,9 @@ def predicted(setting: Setting, constants: Constants) -> StepTime:
     machine = machine_of(setting.row, setting.layout.ranks, constants)
     source = TransformerCost(setting.shape)
     habits = setting.habits if constants.step is None else replace(setting.habits, between=constants.step)
+    if constants.block is not None:
+        sparse = sum(map(setting.shape.is_sparse, range(setting.shape.all_layers)))
+        habits = replace(habits, overhead=constants.block * sparse / setting.layout.pipeline)
     return time_of(source, setting.row.sequence, setting.layout, machine, habits=habits)
 
 
@@ -274,14 +284,17 @@ def constants_of(row: PublishedRow) -> Constants:
     Where none were fitted for them, large products reach the mean share of the source's other GPUs, or of the GPU in
     other sources; without either, that of the preset.
     """
-    gpu = gpu_name(row)
-    known = CONSTANTS.get((row.source, gpu))
+    source, gpu = group_of(row)
+    known = CONSTANTS.get((source, gpu))
     if known is not None:
         return known
-    for name in (row.source, gpu):
-        found = [one.products for key, one in CONSTANTS.items() if name in key and one.products]
-        if found:
-            return Constants(products=sum(found) / len(found))
+    for place, name in enumerate((source, gpu)):
+        others = [one for key, one in CONSTANTS.items() if key[place] == name]
+        others = [one for one in others if one.products and (one.block is not None) is gpu.endswith(WITH_EXPERTS)]
+        if others:
+            blocks = [one.block for one in others if one.block is not None]
+            products = median(one.products for one in others if one.products)
+            return Constants(products=products, block=median(blocks) if blocks else None)
     return Constants()
 
 
@@ -307,7 +320,7 @@ def _step_outcomes(row: PublishedRow) -> Iterator[Outcome]:
         setting = setting_of(row)
         seconds = predicted(setting, constants_of(row)).seconds
         outcome = row.outcome(name, value_of(setting, name, seconds), _note(row, setting))
-        yield outcome._replace(fitted=(row.source, gpu_name(row)) in CONSTANTS and in_fit(row))
+        yield outcome._replace(fitted=group_of(row) in CONSTANTS and in_fit(row))
         yield from _arithmetic(setting, name)
     except ValueError as error:
         yield row.outcome(name, None, str(error))
@@ -315,7 +328,7 @@ def _step_outcomes(row: PublishedRow) -> Iterator[Outcome]:
 
 def _note(row: PublishedRow, setting: Setting) -> str:
     half = "used to fit constants" if in_fit(row) else "held out"
-    half = half if (row.source, gpu_name(row)) in CONSTANTS else "no fit"
+    half = half if group_of(row) in CONSTANTS else "no fit"
     return f"{half}; {setting.practice.why}".removesuffix("; ")
 
 

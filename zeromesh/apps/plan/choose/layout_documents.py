@@ -66,9 +66,14 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
 
     Raises:
         ConfigError: the mesh or the batch does not fit the number of ranks.
-        ValueError: the pipeline's schedule is not for these sizes, or its measured costs cannot be read.
+        ValueError: the pipeline's schedule is not for these sizes, its measured costs cannot be read, or the mesh has
+            an axis whose costs are not known.
     """
     sizes = settings.resolve_mesh(world_size)
+    known = {axis: size for axis, size in sizes.items() if hasattr(ParallelLayout, axis)}
+    for axis in sizes.keys() - known.keys():
+        if sizes[axis] > 1:
+            raise ValueError(f"mesh.{axis} is {sizes[axis]}, and the planner does not know what it costs; set it to 1")
     resolved = settings.resolve(data_size(sizes), sizes)
     precision = precision_of(settings)
     # Norms and biases, which are few, still travel in 16 bits, and the head mostly computes in them.
@@ -79,7 +84,7 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
     least = SCHEDULES[name].chunks[0] if name in SCHEDULES else 1
     costs = settings.pipeline.costs if sizes["pipeline"] > 1 else None
     layout = ParallelLayout(
-        **sizes,
+        **known,
         row=settings.row,
         micro_batch=resolved.train_micro_batch_size_per_gpu,
         accumulation=resolved.gradient_accumulation_steps,

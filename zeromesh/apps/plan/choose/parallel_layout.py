@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import prod
 
 from zeromesh.apps.plan.cost.cost import Recompute
-from zeromesh.base.axes import AXES
+from zeromesh.base.axes import AXES, world_size
 from zeromesh.base.placement import Placement
 from zeromesh.comm.ordered_sums import SumPlace
 from zeromesh.parallel.pipeline.schedule.simulate import Costs
 from zeromesh.shard.sizes import Sharing, StateLayout, TableLayout
-
-GRID = tuple(axis for axis in AXES if axis != "expert")
 
 
 @dataclass(frozen=True)
@@ -40,12 +37,12 @@ class ParallelLayout(StateLayout):
     @property
     def ranks(self) -> int:
         """Number of ranks."""
-        return prod(self.sizes[axis] for axis in GRID)
+        return world_size(self.sizes)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Size of each axis, outermost first."""
-        return {axis: getattr(self, axis) for axis in AXES}
+        """Size of each axis, outermost first; 1 of those that the planner has no size for."""
+        return {axis: getattr(self, axis, 1) for axis in AXES}
 
     @property
     def expert_split(self) -> int:

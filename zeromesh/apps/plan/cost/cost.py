@@ -188,6 +188,11 @@ class ModelCost:
         return round(sum(unit.parameters.on() + unit.frozen.elements for unit in self.units)) + tables
 
     @property
+    def has_experts(self) -> bool:
+        """True for a mixture of experts."""
+        return any(unit.experts is not None for unit in self.units)
+
+    @property
     def flops(self) -> float:
         """Operations of a forward and backward, without recomputation."""
         works = [work for unit in self.units for part in (unit.forward, unit.input, unit.weight) for work in part]

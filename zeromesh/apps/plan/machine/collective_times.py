@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from zeromesh.apps.plan.choose.parallel_layout import GRID, ParallelLayout
+from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
 from zeromesh.apps.plan.machine.cluster import LinkSpeed, Machine
+from zeromesh.base.axes import GRID
 
 
 class Wire(NamedTuple):

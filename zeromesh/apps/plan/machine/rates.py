@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from zeromesh.apps.plan.choose.parallel_layout import GRID, ParallelLayout
+from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
 from zeromesh.apps.plan.cost.cost import KernelWork, WorkKind
 from zeromesh.apps.plan.machine.cluster import Device
+from zeromesh.base.axes import GRID
 
 CAST = {"fp8": 4.0, "fp4": 4.0}  # bytes moved for each element of a product's operands, to make them from 16 bits
 

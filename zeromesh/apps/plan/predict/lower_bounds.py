@@ -104,7 +104,7 @@ class TimeBound:
         self._saved: dict[tuple[object, ...], float] = {}
         self._parameters: dict[tuple[int, int], tuple[float, float, float, float, float]] = {}
         self._device = slowest(machine)
-        self._factor = calibration_on(machine).factor
+        self._factor = calibration_on(machine, experts=self.experts > 0).factor
 
     def _at(self, micro_batch: int, context: int) -> _Kinds:
         """Return the model's units; its cost is asked for once."""

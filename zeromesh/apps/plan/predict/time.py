@@ -77,14 +77,15 @@ def time_of(
         ValueError: the layout cannot run: too many ranks, fewer blocks than stages, a batch that the schedule does not
             divide, or a state on a disk that the machine lacks.
     """
-    calibration = UNCALIBRATED if habits is not None else calibration_on(machine, layout.ranks)
-    habits = habits or Habits()
     if layout.ranks > machine.devices:
         raise ValueError(
             f"the layout has {layout.ranks} ranks, but machine {machine.name or 'given'!r} has {machine.devices} "
             "devices; take smaller axes or more nodes"
         )
     cost = source.at(layout.micro_batch, sequence, layout.context)
+    calibration = UNCALIBRATED
+    if habits is None:
+        habits, calibration = Habits(), calibration_on(machine, layout.ranks, cost.has_experts)
     durations = Durations(layout, machine, habits)
     units = durations.units(cost)
     if layout.pipeline > 1:
