@@ -17,7 +17,7 @@ from compare import assert_same
 from harness import on_ranks, run_command, run_ranks
 from numerics import OFFLOADED
 from run import adamw, start_engine
-from runs import config, seed_everything, start, train
+from runs import MIXTURE, config, seed_everything, start, train
 from test_pipeline_saving import BUILD, WORDS
 from test_saving_kills import killed_at_every_operation
 from zeromesh.checkpoint import checkpoint_folder as folders
@@ -89,6 +89,8 @@ MORE_CASES: dict[str, dict[str, Any]] = {
     "host": off_the_device("row 3, all on host"),
     "files and host": off_the_device("row 3, nvme and host"),
     "files, split": off_the_device("row 3, all in files, split"),
+    "experts": config(3, mesh=MIXTURE),
+    "experts, bf16": config(2, "bf16", mesh=MIXTURE),
 }
 
 
