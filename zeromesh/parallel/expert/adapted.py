@@ -21,7 +21,7 @@ from zeromesh.base.quantized_layers import FOUR_BIT, change, layers, weight_of
 from zeromesh.base.split import Split
 
 if TYPE_CHECKING:
-    from zeromesh.parallel.expert.forms import Experts
+    from zeromesh.parallel.expert.contract import Experts
 
 BASE = "base_layer"
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from zeromesh.base.split import Held
 from zeromesh.comm.mesh import Mesh
-from zeromesh.parallel.expert.adapted import take_part
 from zeromesh.parallel.activation.choices import add_router, keep_choices
+from zeromesh.parallel.expert.adapted import take_part
 from zeromesh.parallel.expert.contract import Contract
 from zeromesh.parallel.expert.dispatch import RowExchange
 from zeromesh.parallel.expert.forms import Experts

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from zeromesh.comm.collectives import Group
-from zeromesh.parallel.expert.adapted import inner_forward
 from zeromesh.parallel.activation.choices import same_choice
+from zeromesh.parallel.expert.adapted import inner_forward
 from zeromesh.parallel.expert.dispatch import Choice, RowExchange
 from zeromesh.parallel.tensor.operators import move
 
