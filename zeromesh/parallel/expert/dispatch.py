@@ -7,7 +7,7 @@ that its bits are the same in every run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeromesh.comm.collectives import NARROW, Group
+from zeromesh.comm.collectives import NARROW, Group, Pending
 
 
 class RowExchange:
@@ -60,7 +60,12 @@ class RowExchange:
         return f"{self.group.purposes.get(tag, f'tag {tag}')} {contents}"
 
     def send(
-        self, tensors: Sequence[Tensor], sent: Sequence[int], received: Sequence[int], back: bool = False
+        self,
+        tensors: Sequence[Tensor],
+        sent: Sequence[int],
+        received: Sequence[int],
+        back: bool = False,
+        late: Late | None = None,
     ) -> tuple[Tensor, ...]:
         """Send rows, sorted by the ranks that get them; return those of all ranks, sorted by sender. Collective.
 
@@ -71,43 +76,82 @@ class RowExchange:
             sent: number of rows for each rank.
             received: number of rows from each rank, shape of the results: ``(sum(received), ...)``.
             back: True if they are results, which return to where the rows came from.
+            late: a weight that the rows are multiplied by; the last result stands for it.
         """
-        results: tuple[Tensor, ...] = _Send.apply(self, sent, received, back, *tensors)  # type: ignore[no-untyped-call]
+        tensors = [*tensors] if late is None else [*tensors, late.weight]
+        results: tuple[Tensor, ...] = _Send.apply(self, sent, received, back, late, *tensors)  # type: ignore[no-untyped-call]
         return results
+
+
+@dataclass
+class Late:
+    """A weight whose gradient is computed while gradients of rows travel.
+
+    Attributes:
+        weight: as the rows are multiplied by it.
+        gradient: computes its gradient; set by the backward of that product, which returns a placeholder instead.
+    """
+
+    weight: Tensor
+    gradient: Callable[[], Tensor] | None = None
 
 
 class _Send(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, exchange: RowExchange, sent: Sequence[int], received: Sequence[int], back: bool, *tensors: Tensor
+        ctx: Any,
+        exchange: RowExchange,
+        sent: Sequence[int],
+        received: Sequence[int],
+        back: bool,
+        late: Late | None,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.settings = (exchange, received, sent, back)
-        group = exchange.group
-        results = tuple(x.new_empty(sum(received), *x.shape[1:]) for x in tensors)
-        parts = [*zip(*(x.contiguous().split([*sent]) for x in tensors), strict=True)]
-        landings = [*zip(*(result.split([*received]) for result in results), strict=True)]
-        others = [(group.rank + distance) % group.size for distance in range(1, group.size)]
-        sending = group.send_and_receive(
-            {peer: parts[peer] for peer in others if sent[peer]},
-            {peer: landings[peer] for peer in reversed(others) if received[peer]},
-            exchange.tag + 1 + back,
-            "all_to_all",
-        )
-        for part, landing in zip(parts[group.rank], landings[group.rank], strict=True):
-            landing.copy_(part)
+        ctx.settings, ctx.late = (exchange, received, sent, back), late
+        rows = tensors if late is None else tensors[:-1]
+        results, sending = _start(exchange, rows, sent, received, back)
         sending.wait()
         # torch's checkpoint ends a recomputation with the last tensor that is saved, which must come behind the
         # messages on all ranks, also on one that has no rows to compute with.
         ctx.save_for_backward(*(() if back else [results[0].new_empty(0)]))
-        ctx.differentiable = [x.is_floating_point() for x in tensors]
+        ctx.differentiable = [x.is_floating_point() for x in rows]
         ctx.mark_non_differentiable(*(x for x in results if not x.is_floating_point()))
-        return results
+        return results if late is None else (*results, late.weight.view_as(late.weight))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        floating = [x for x, is_floating in zip(gradients, ctx.differentiable, strict=True) if is_floating]
-        returned = iter(_Send.apply(*ctx.settings, *floating))  # type: ignore[no-untyped-call]
-        return (*[None] * 4, *(next(returned) if is_floating else None for is_floating in ctx.differentiable))
+        floating = [x for x, is_floating in zip(gradients, ctx.differentiable, strict=False) if is_floating]
+        of_weight: tuple[Tensor, ...] = gradients[len(ctx.differentiable) :]
+        if ctx.late is None or ctx.late.gradient is None:
+            returned = _Send.apply(*ctx.settings, None, *floating)  # type: ignore[no-untyped-call]
+        else:
+            exchange, sent, received, back = ctx.settings
+            returned, sending = _start(exchange, floating, sent, received, back)
+            of_weight, ctx.late.gradient = (ctx.late.gradient(),), None
+            sending.wait()
+        rows = iter(returned)
+        of_rows = (next(rows) if is_floating else None for is_floating in ctx.differentiable)
+        return (*[None] * 5, *of_rows, *of_weight)
+
+
+def _start(
+    exchange: RowExchange, tensors: Sequence[Tensor], sent: Sequence[int], received: Sequence[int], back: bool
+) -> tuple[tuple[Tensor, ...], Pending]:
+    """Start to send rows; return where those of all ranks go, which are there after the pending work."""
+    group = exchange.group
+    results = tuple(x.new_empty(sum(received), *x.shape[1:]) for x in tensors)
+    parts = [*zip(*(x.contiguous().split([*sent]) for x in tensors), strict=True)]
+    landings = [*zip(*(result.split([*received]) for result in results), strict=True)]
+    others = [(group.rank + distance) % group.size for distance in range(1, group.size)]
+    sending = group.send_and_receive(
+        {peer: parts[peer] for peer in others if sent[peer]},
+        {peer: landings[peer] for peer in reversed(others) if received[peer]},
+        exchange.tag + 1 + back,
+        "all_to_all",
+    )
+    for part, landing in zip(parts[group.rank], landings[group.rank], strict=True):
+        landing.copy_(part)
+    return results, sending
 
 
 @dataclass(frozen=True)
