@@ -69,7 +69,7 @@ def read_configuration(
         refuse_unfilled(
             chosen.config, loaded, replaced_sections={name for name, value in objects.items() if value is not None}
         )
-        settings = settings_of(model, loaded, mesh)
+        settings = layout.take_expert_size(model, settings_of(model, loaded, mesh), mesh)
         expose_layers(model)
         _check_model(model, chosen.scheduler, settings)
         return settings

@@ -165,7 +165,7 @@ class ListedExperts:
             table[call.expert] = [entry[0] + shape[:-1].numel(), entry[1] + 1, *[*shape[:-2], 0, 0][:2]]
         if len(forms := {(call.x.shape[-1], call.x.dtype) for call in calls}) > 1:
             raise self._refusal(f"its experts take rows of several widths or dtypes: {sorted(forms, key=str)}")
-        rows = torch.cat([call.x.flatten(0, -2) for call in calls]) if calls else self._nothing(torch.float32)
+        rows = torch.cat([call.x.flatten(0, -2) for call in calls]) if calls else self._nothing()
         results = compute_at_owners(rows, table, sharing, chain, self._compute_here)
         parts = _Parts.apply(results, [call.x.shape[:-1].numel() for call in calls])  # type: ignore[no-untyped-call]
         for call, part in zip(calls, parts, strict=True):
@@ -180,7 +180,11 @@ class ListedExperts:
                 results.append([self._outer(expert, *call) for call in zip(pieces, told, strict=True)])
             elif any(calls for _, calls, *_ in told):
                 results.append(list(self._one(expert, torch.cat(pieces)).split([*map(len, pieces)])))
-        return by_sender(results) if results else self._nothing(arrived.dtype)
+        if results:
+            return by_sender(results)
+        # What others return to this rank is like what its calls expect.
+        calls = self._run.calls
+        return self._nothing(*self._form(calls[0].x)) if calls else self._nothing()
 
     def _outer(self, expert: int, rows: Tensor, entry: Entry) -> Tensor:
         """Return the results of a call with more than two dims, as rows."""
@@ -188,8 +192,8 @@ class ListedExperts:
         x = rows.view(*outer, len(rows) // max(1, prod(outer)), rows.shape[-1])
         return self._one(expert, x.clone()).flatten(0, -2) if entry[1] else rows.new_empty(0, dtype=self._form(x)[1])
 
-    def _nothing(self, dtype: torch.dtype) -> Tensor:
-        return torch.empty(0, 1, dtype=dtype, device=next(self._block.parameters()).device)
+    def _nothing(self, width: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(0, width, dtype=dtype, device=next(self._block.parameters()).device)
 
     def _one(self, expert: int, x: Tensor) -> Tensor:
         (width, dtype), y = self._form(x), self._forwards[expert](x)
