@@ -83,17 +83,21 @@ class RowExchange:
         return results
 
 
-@dataclass
 class Late:
-    """A weight whose gradient is computed while gradients of rows travel.
+    """A weight that rows are multiplied by, whose gradient is computed while gradients of rows travel."""
 
-    Attributes:
-        weight: as the rows are multiplied by it.
-        gradient: computes its gradient; set by the backward of that product, which returns a placeholder instead.
-    """
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+        self._gradient: Callable[[], Tensor] | None = None
 
-    weight: Tensor
-    gradient: Callable[[], Tensor] | None = None
+    def postpone(self, gradient: Callable[[], Tensor]) -> None:
+        """Take what computes the gradient, in the backward of the product, which returns a placeholder for it."""
+        self._gradient = gradient
+
+    def take_gradient(self) -> Callable[[], Tensor] | None:
+        """Return what computes the gradient, once; None if the backward of the product has computed it."""
+        gradient, self._gradient = self._gradient, None
+        return gradient
 
 
 class _Send(torch.autograd.Function):
@@ -122,12 +126,13 @@ class _Send(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         floating = [x for x, is_floating in zip(gradients, ctx.differentiable, strict=False) if is_floating]
         of_weight: tuple[Tensor, ...] = gradients[len(ctx.differentiable) :]
-        if ctx.late is None or ctx.late.gradient is None:
+        postponed = None if ctx.late is None else ctx.late.take_gradient()
+        if postponed is None:
             returned = _Send.apply(*ctx.settings, None, *floating)  # type: ignore[no-untyped-call]
         else:
             exchange, sent, received, back = ctx.settings
             returned, sending = _start(exchange, floating, sent, received, back)
-            of_weight, ctx.late.gradient = (ctx.late.gradient(),), None
+            of_weight = (postponed(),)
             sending.wait()
         rows = iter(returned)
         of_rows = (next(rows) if is_floating else None for is_floating in ctx.differentiable)

@@ -109,5 +109,5 @@ class _Product(torch.autograd.Function):
 
         if torch.is_grad_enabled():  # it is to be differentiated again
             return of_x, of_weight(), None, None, None
-        late.gradient = of_weight
+        late.postpone(of_weight)
         return of_x, weight.new_zeros(()).expand_as(weight), None, None, None
