@@ -28,6 +28,7 @@ class RowExchange:
 
     def __init__(self, group: Group, tag: int, name: str = "") -> None:
         self.group, self.tag, self.name = group, tag, name
+        self._contents: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}  # a copy to a GPU waits for its stream
         purposes = (f"{what} experts {name!r}" for what in ("numbers of rows for", "rows for", "results of"))
         group.purposes.update(zip(range(tag, tag + self.TAGS), purposes, strict=True))
 
@@ -44,7 +45,10 @@ class RowExchange:
         Raises:
             ValueError: the ranks are at different experts, or give different ``contents``.
         """
-        equal = torch.tensor([self.tag, *contents], device=counts.device)
+        key = counts.device, (self.tag, *contents)
+        equal = self._contents.get(key)
+        if equal is None:
+            equal = self._contents[key] = torch.tensor(key[1], device=counts.device)
         rows = self.group.exchange(torch.cat([counts.reshape(-1).to(equal.dtype), equal]), self.tag)
         numbers, equals = rows[:, : counts.numel()].unflatten(1, counts.shape), rows[:, counts.numel() :]
         if bool((equals != equals[0]).any()):
@@ -202,6 +206,8 @@ class _Take(torch.autograd.Function):
         ctx.settings = (choice, not transposed)
         if not transposed:
             return x.index_select(0, choice.rows)
+        if not len(x):
+            return x.new_zeros(len(choice.starts), *x.shape[1:])
         # On the CPU its sums of 16-bit values are rounded half up, which would add up.
         wide = x.float() if x.dtype in NARROW and x.device.type == "cpu" else x
         return F.embedding_bag(choice.order, wide, choice.starts, mode="sum").to(x.dtype)

@@ -197,5 +197,5 @@ def _different(lines: Group, index: Tensor, tag: int) -> int:
     flat = index.flatten().to(torch.int64)
     # Sums of integers wrap around, the same on every device.
     places = torch.arange(1, len(flat) + 1, device=flat.device) * 0x9E3779B97F4A7C1
-    sums = lines.exchange(torch.stack([places.new_tensor(len(flat)), ((flat + 1) * places).sum()]), tag)
+    sums = lines.exchange(torch.stack([flat.new_full((), len(flat)), ((flat + 1) * places).sum()]), tag)
     return next((rank for rank, line in enumerate(sums) if not torch.equal(line, sums[0])), 0)
