@@ -303,7 +303,8 @@ def in_another_order(what: str) -> None:
 def test_ranks_at_different_experts_end_and_say_at_which(what: str, waits: str) -> None:
     outcomes = spawn_ranks(in_another_order, 2, what, timeout=40)
     said = " ".join("".join(outcome.output for outcome in outcomes).split())
-    assert all(outcome.kind == "died" for outcome in outcomes), outcomes
+    # The one that says it ends first; the other may find it gone before it reads that.
+    assert all(outcome.kind in ("died", "raised") for outcome in outcomes), outcomes
     assert waits in said
     assert "numbers of rows for experts 'layers.1'" in said
     assert "rank 1 waits" in said
