@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -124,6 +126,25 @@ def fully_sharded(model: nn.Module) -> nn.Module:
     return model
 
 
+def of_transformers(model: nn.Module) -> nn.Module:
+    """Return the model as transformers' own expert parallelism loads it, with FSDP2 of the rest."""
+    from transformers import Qwen3MoeForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    ranks = dist.get_world_size()
+    folder = [tempfile.mkdtemp(prefix="experts-")]
+    dist.broadcast_object_list(folder)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder[0])  # type: ignore[operator]
+    dist.barrier()
+    layout = DistributedConfig(fsdp_size=ranks, ep_size=ranks)
+    loaded: nn.Module = Qwen3MoeForCausalLM.from_pretrained(folder[0], distributed_config=layout)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    return loaded.train()
+
+
 WAYS: dict[str, Callable[[int, int], Way]] = {
     "experts shared, ZeRO-1": lambda experts, samples: of_engine(
         experts, samples, {"mesh": {"expert": dist.get_world_size()}, "zero_optimization": {"stage": 1}}
@@ -134,6 +155,7 @@ WAYS: dict[str, Callable[[int, int], Way]] = {
     "ZeRO-3": lambda experts, samples: of_engine(experts, samples, {"zero_optimization": {"stage": 3}}),
     "torch DDP": lambda experts, samples: of_torch(experts, samples, nn.parallel.DistributedDataParallel),
     "torch FSDP2": lambda experts, samples: of_torch(experts, samples, fully_sharded),
+    "transformers, ep_size": lambda experts, samples: of_torch(experts, samples, of_transformers),
 }
 
 

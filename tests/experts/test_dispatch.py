@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import MixtralConfig
-from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from harness import on_ranks, run_ranks, spawn_ranks
 from zeromesh import Mesh
@@ -105,6 +103,7 @@ def on_a_rank(case: str) -> dict[str, Any]:
     return {"y": y.detach(), "gradients": gradients, "sent": sent, "back": back}
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_that_share_experts_compute_what_one_process_does(case: str, ranks: int) -> None:
@@ -248,6 +247,9 @@ def test_recomputation_sends_again_also_where_a_rank_has_no_rows_to_compute() ->
 
 
 def of_transformers(implementation: str, first: int, stop: int) -> nn.Module:
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
     config = MixtralConfig(hidden_size=8, intermediate_size=16, num_local_experts=EXPERTS)
     config._experts_implementation = implementation
     experts = MixtralExperts(config)
@@ -301,7 +303,8 @@ def in_another_order(what: str) -> None:
 def test_ranks_at_different_experts_end_and_say_at_which(what: str, waits: str) -> None:
     outcomes = spawn_ranks(in_another_order, 2, what, timeout=40)
     said = " ".join("".join(outcome.output for outcome in outcomes).split())
-    assert all(outcome.kind == "died" for outcome in outcomes), outcomes
+    # The one that says it ends first; the other may find it gone before it reads that.
+    assert all(outcome.kind in ("died", "raised") for outcome in outcomes), outcomes
     assert waits in said
     assert "numbers of rows for experts 'layers.1'" in said
     assert "rank 1 waits" in said

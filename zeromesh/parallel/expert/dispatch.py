@@ -7,7 +7,7 @@ that its bits are the same in every run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeromesh.comm.collectives import NARROW, Group
+from zeromesh.comm.collectives import NARROW, Group, Pending
 
 
 class RowExchange:
@@ -28,6 +28,7 @@ class RowExchange:
 
     def __init__(self, group: Group, tag: int, name: str = "") -> None:
         self.group, self.tag, self.name = group, tag, name
+        self._contents: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}  # a copy to a GPU waits for its stream
         purposes = (f"{what} experts {name!r}" for what in ("numbers of rows for", "rows for", "results of"))
         group.purposes.update(zip(range(tag, tag + self.TAGS), purposes, strict=True))
 
@@ -44,7 +45,10 @@ class RowExchange:
         Raises:
             ValueError: the ranks are at different experts, or give different ``contents``.
         """
-        equal = torch.tensor([self.tag, *contents], device=counts.device)
+        key = counts.device, (self.tag, *contents)
+        equal = self._contents.get(key)
+        if equal is None:
+            equal = self._contents[key] = torch.tensor(key[1], device=counts.device)
         rows = self.group.exchange(torch.cat([counts.reshape(-1).to(equal.dtype), equal]), self.tag)
         numbers, equals = rows[:, : counts.numel()].unflatten(1, counts.shape), rows[:, counts.numel() :]
         if bool((equals != equals[0]).any()):
@@ -60,7 +64,12 @@ class RowExchange:
         return f"{self.group.purposes.get(tag, f'tag {tag}')} {contents}"
 
     def send(
-        self, tensors: Sequence[Tensor], sent: Sequence[int], received: Sequence[int], back: bool = False
+        self,
+        tensors: Sequence[Tensor],
+        sent: Sequence[int],
+        received: Sequence[int],
+        back: bool = False,
+        late: Late | None = None,
     ) -> tuple[Tensor, ...]:
         """Send rows, sorted by the ranks that get them; return those of all ranks, sorted by sender. Collective.
 
@@ -71,43 +80,87 @@ class RowExchange:
             sent: number of rows for each rank.
             received: number of rows from each rank, shape of the results: ``(sum(received), ...)``.
             back: True if they are results, which return to where the rows came from.
+            late: a weight that the rows are multiplied by; the last result stands for it.
         """
-        results: tuple[Tensor, ...] = _Send.apply(self, sent, received, back, *tensors)  # type: ignore[no-untyped-call]
+        tensors = [*tensors] if late is None else [*tensors, late.weight]
+        results: tuple[Tensor, ...] = _Send.apply(self, sent, received, back, late, *tensors)  # type: ignore[no-untyped-call]
         return results
+
+
+class Late:
+    """A weight that rows are multiplied by, whose gradient is computed while gradients of rows travel."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+        self._gradient: Callable[[], Tensor] | None = None
+
+    def postpone(self, gradient: Callable[[], Tensor]) -> None:
+        """Take what computes the gradient, in the backward of the product, which returns a placeholder for it."""
+        self._gradient = gradient
+
+    def take_gradient(self) -> Callable[[], Tensor] | None:
+        """Return what computes the gradient, once; None if the backward of the product has computed it."""
+        gradient, self._gradient = self._gradient, None
+        return gradient
 
 
 class _Send(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, exchange: RowExchange, sent: Sequence[int], received: Sequence[int], back: bool, *tensors: Tensor
+        ctx: Any,
+        exchange: RowExchange,
+        sent: Sequence[int],
+        received: Sequence[int],
+        back: bool,
+        late: Late | None,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.settings = (exchange, received, sent, back)
-        group = exchange.group
-        results = tuple(x.new_empty(sum(received), *x.shape[1:]) for x in tensors)
-        parts = [*zip(*(x.contiguous().split([*sent]) for x in tensors), strict=True)]
-        landings = [*zip(*(result.split([*received]) for result in results), strict=True)]
-        others = [(group.rank + distance) % group.size for distance in range(1, group.size)]
-        sending = group.send_and_receive(
-            {peer: parts[peer] for peer in others if sent[peer]},
-            {peer: landings[peer] for peer in reversed(others) if received[peer]},
-            exchange.tag + 1 + back,
-            "all_to_all",
-        )
-        for part, landing in zip(parts[group.rank], landings[group.rank], strict=True):
-            landing.copy_(part)
+        ctx.settings, ctx.late = (exchange, received, sent, back), late
+        rows = tensors if late is None else tensors[:-1]
+        results, sending = _start(exchange, rows, sent, received, back)
         sending.wait()
         # torch's checkpoint ends a recomputation with the last tensor that is saved, which must come behind the
         # messages on all ranks, also on one that has no rows to compute with.
         ctx.save_for_backward(*(() if back else [results[0].new_empty(0)]))
-        ctx.differentiable = [x.is_floating_point() for x in tensors]
+        ctx.differentiable = [x.is_floating_point() for x in rows]
         ctx.mark_non_differentiable(*(x for x in results if not x.is_floating_point()))
-        return results
+        return results if late is None else (*results, late.weight.view_as(late.weight))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        floating = [x for x, is_floating in zip(gradients, ctx.differentiable, strict=True) if is_floating]
-        returned = iter(_Send.apply(*ctx.settings, *floating))  # type: ignore[no-untyped-call]
-        return (*[None] * 4, *(next(returned) if is_floating else None for is_floating in ctx.differentiable))
+        floating = [x for x, is_floating in zip(gradients, ctx.differentiable, strict=False) if is_floating]
+        of_weight: tuple[Tensor, ...] = gradients[len(ctx.differentiable) :]
+        postponed = None if ctx.late is None else ctx.late.take_gradient()
+        if postponed is None:
+            returned = _Send.apply(*ctx.settings, None, *floating)  # type: ignore[no-untyped-call]
+        else:
+            exchange, sent, received, back = ctx.settings
+            returned, sending = _start(exchange, floating, sent, received, back)
+            of_weight = (postponed(),)
+            sending.wait()
+        rows = iter(returned)
+        of_rows = (next(rows) if is_floating else None for is_floating in ctx.differentiable)
+        return (*[None] * 5, *of_rows, *of_weight)
+
+
+def _start(
+    exchange: RowExchange, tensors: Sequence[Tensor], sent: Sequence[int], received: Sequence[int], back: bool
+) -> tuple[tuple[Tensor, ...], Pending]:
+    """Start to send rows; return where those of all ranks go, which are there after the pending work."""
+    group = exchange.group
+    results = tuple(x.new_empty(sum(received), *x.shape[1:]) for x in tensors)
+    parts = [*zip(*(x.contiguous().split([*sent]) for x in tensors), strict=True)]
+    landings = [*zip(*(result.split([*received]) for result in results), strict=True)]
+    others = [(group.rank + distance) % group.size for distance in range(1, group.size)]
+    sending = group.send_and_receive(
+        {peer: parts[peer] for peer in others if sent[peer]},
+        {peer: landings[peer] for peer in reversed(others) if received[peer]},
+        exchange.tag + 1 + back,
+        "all_to_all",
+    )
+    for part, landing in zip(parts[group.rank], landings[group.rank], strict=True):
+        landing.copy_(part)
+    return results, sending
 
 
 @dataclass(frozen=True)
@@ -153,6 +206,8 @@ class _Take(torch.autograd.Function):
         ctx.settings = (choice, not transposed)
         if not transposed:
             return x.index_select(0, choice.rows)
+        if not len(x):
+            return x.new_zeros(len(choice.starts), *x.shape[1:])
         # On the CPU its sums of 16-bit values are rounded half up, which would add up.
         wide = x.float() if x.dtype in NARROW and x.device.type == "cpu" else x
         return F.embedding_bag(choice.order, wide, choice.starts, mode="sum").to(x.dtype)

@@ -237,7 +237,7 @@ def _remedy(modules: Modules) -> str:
 
 
 def _no_contract(modules: Modules, objections: Mapping[str, str]) -> str:
-    lines = [f"{name or 'the model'} ({type(modules[name]).__name__}) {why}" for name, why in objections.items()]
+    lines = [f"{name or 'the model'} ({type(modules[name]).__name__}): {why}" for name, why in objections.items()]
     contracts = "; ".join(f"{contract.name.lower()}: {contract.value}" for contract in Contract)
     inside = {n: m for n, m in modules.items() if n not in objections}
     return (

@@ -10,8 +10,8 @@ each that came, and travel back. Messages carry ``rows x (H + K)`` values and ``
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,6 +23,7 @@ from zeromesh.comm.collectives import Group
 from zeromesh.parallel.activation.choices import same_choice
 from zeromesh.parallel.expert.adapted import inner_forward
 from zeromesh.parallel.expert.dispatch import Choice, RowExchange
+from zeromesh.parallel.expert.grouped import GroupedExperts
 from zeromesh.parallel.tensor.operators import move
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -132,12 +133,24 @@ class RoutedExperts:
         numbers = numbers[tokens].masked_fill(owner[tokens] != places[:, :1], -1)
         travels = Choice.of(tokens, needs.sum(1))
         out = travels.take(hidden), travels.take(weights), numbers
-        rows, factors, numbers = self._exchange.send(out, sent, received)
-        here = self._compute(rows, factors, numbers, sum(arriving))
+        grouped = GroupedExperts.of(self._module, self._forward) if sum(arriving) else None
+        late = None if grouped is None else grouped.late(hidden.dtype)
+        rows, factors, numbers, *first = self._exchange.send(out, sent, received, late=late)
+        compute = (
+            self._by_forward if grouped is None else partial(grouped.compute, late=late, first=next(iter(first), None))
+        )
+        here = self._compute(rows, factors, numbers, sum(arriving), compute)
         (back,) = self._exchange.send([here], received, sent, back=True)
         return travels.add_up(back)
 
-    def _compute(self, rows: Tensor, weights: Tensor, index: Tensor, pairs: int) -> Tensor:
+    def _compute(
+        self,
+        rows: Tensor,
+        weights: Tensor,
+        index: Tensor,
+        pairs: int,
+        compute: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
         """Return the sums for rows that arrived, over those of their experts that are here."""
         if not pairs:
             return _nothing(rows, self._module)
@@ -145,44 +158,16 @@ class RoutedExperts:
         experts, order = index.masked_fill(absent, self._local + self._beyond).flatten().sort(stable=True)
         experts, order = experts[:pairs].long(), order[:pairs]
         choice = Choice.of(order // index.shape[1], (~absent).sum(1))
-        inputs, factors = choice.take(rows), weights.flatten().index_select(0, order)
-        if (grouped := _grouped_product(self._module, self._forward)) is not None:
-            results = _grouped_forward(self._module, inputs, experts, self._local, grouped)
-        else:
-            ones = factors.new_zeros(pairs, self._choices)
-            ones[:, 0] = 1
-            results = self._forward(inputs, experts[:, None].expand_as(ones), ones).reshape(pairs, -1)
+        results = compute(choice.take(rows), experts)
+        factors = weights.flatten().index_select(0, order)
         return choice.add_up(results * factors[:, None]).to(rows.dtype)
 
-
-def _grouped_product(module: Any, forward: Callable[..., Tensor]) -> Callable[..., Tensor] | None:
-    """Return transformers' product of rows by the matrices of their experts, if a module's forward computes by it."""
-    interface: Any = sys.modules.get("transformers.integrations.moe")
-    code = getattr(forward, "__code__", None)
-    # Code of the decorator of experts; nobody has put another in its place.
-    if interface is None or code is None or code.co_filename != interface.__file__:
-        return None
-    name = module.config._experts_implementation
-    standard = (
-        name == "grouped_mm" and interface.ALL_EXPERTS_FUNCTIONS.get(name) is interface.grouped_mm_experts_forward
-    )
-    return getattr(interface, "_grouped_linear", None) if standard else None
-
-
-def _grouped_forward(module: Any, rows: Tensor, experts: Tensor, count: int, product: Callable[..., Tensor]) -> Tensor:
-    """Compute what transformers' ``grouped_mm_experts_forward`` does for rows that are sorted by expert.
-
-    It would sort them again, and multiply by weights of one: five copies of all rows.
-    """
-
-    def layer(x: Tensor, name: str) -> Tensor:
-        bias = getattr(module, f"{name}_bias")[experts] if module.has_bias else None
-        return product(x, getattr(module, name), offsets, bias=bias, is_transposed=module.is_transposed)
-
-    offsets = torch.searchsorted(experts, torch.arange(count, device=experts.device), right=True, out_int32=True)
-    x = module._apply_gate(layer(rows, "gate_up_proj")) if module.has_gate else module.act_fn(layer(rows, "up_proj"))
-    x = layer(x, "down_proj")
-    return module.post_expert_norm(x) if module.has_post_expert_norm else x
+    def _by_forward(self, rows: Tensor, experts: Tensor) -> Tensor:
+        """Return the results of rows by the module's own forward."""
+        ones = rows.new_zeros(len(rows), self._choices)
+        ones[:, 0] = 1
+        results: Tensor = self._forward(rows, experts[:, None].expand_as(ones), ones)
+        return results.reshape(len(rows), -1)
 
 
 def _nothing(rows: Tensor, module: nn.Module) -> Tensor:
@@ -215,5 +200,5 @@ def _different(lines: Group, index: Tensor, tag: int) -> int:
     flat = index.flatten().to(torch.int64)
     # Sums of integers wrap around, the same on every device.
     places = torch.arange(1, len(flat) + 1, device=flat.device) * 0x9E3779B97F4A7C1
-    sums = lines.exchange(torch.stack([places.new_tensor(len(flat)), ((flat + 1) * places).sum()]), tag)
+    sums = lines.exchange(torch.stack([flat.new_full((), len(flat)), ((flat + 1) * places).sum()]), tag)
     return next((rank for rank, line in enumerate(sums) if not torch.equal(line, sums[0])), 0)
