@@ -244,6 +244,7 @@ def test_a_model_stays_as_it_is_where_nothing_is_asked() -> None:
         ("qwen3_moe", {"auxiliary_loss": "global"}, {}, "output_router_logits = True"),
         ("minimax_m2", {"bias_update_rate": -1}, {}, "bias_update_rate"),
         ("deepseek_v3", {"auxiliary_loss": "global"}, {}, "no forward of"),
+        ("qwen3_moe", {"auxiliary_loss": "global"}, {"mesh": {"pipeline": 2}}, "of its own layers only"),
         ("afmoe", {"bias_update_rate": 0.1}, {"bf16": True}, "keep_in_fp32_modules"),
     ],
 )

@@ -65,11 +65,6 @@ def balance_of(plan: Plan, factor: Callable[[], float], write: Callable[[Tensor,
         )
     balance = Balance(routers, mesh, chosen.bias_update_rate, chosen.z_loss, factor, write)
     if chosen.auxiliary_loss == "global":
-        if mesh.sizes["pipeline"] > 1:
-            raise ValueError(
-                'experts.auxiliary_loss is "global", and mesh.pipeline above 1: a stage has the logits of its own '
-                "layers only; balance with experts.bias_update_rate, or set mesh.pipeline to 1"
-            )
         balance.use_global_loss(model)
     model.register_forward_pre_hook(balance.listener.begin, with_kwargs=True)
     return balance
