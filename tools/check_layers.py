@@ -41,7 +41,7 @@ NEVERS: dict[str, tuple[str, ...]] = {
 VISITORS = {"apps": "doors"}
 """Rooms that import one above them: applications call the engine as users do, by its doors."""
 
-DOORS = ("__init__", "__main__", "build", "zero", "pipe", "checkpointing", "deepspeed", "horovod", "keras", "hf")
+DOORS = ("__init__", "__main__", "build", "zero", "pipe", "checkpointing", "moe", "deepspeed", "horovod", "keras", "hf")
 """Modules and packages of the room ``doors``; each other room is the package of its name."""
 
 TABLE = "docs/adr/0001-structure.md"

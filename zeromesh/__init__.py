@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from zeromesh.base.version import VERSION
 
 if TYPE_CHECKING:
-    from zeromesh import checkpointing, pipe, zero
+    from zeromesh import checkpointing, moe, pipe, zero
     from zeromesh.apps.launch.launch import launch
     from zeromesh.apps.verify.verify_run import verify
     from zeromesh.build import initialize, make_mesh
@@ -34,13 +34,13 @@ _NAMES = {
     "shard.optim.groups": "no_decay_groups", "checkpoint.weights.pretrained": "from_pretrained load_pretrained",
     "apps.verify.verify_run": "verify", "zero": "clip_grad_norm_",
 }  # fmt: skip
-_MODULES = ("checkpointing", "pipe", "zero")
+_MODULES = ("checkpointing", "moe", "pipe", "zero")
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "Engine", "Environment", "Mesh", "Settings", "checkpointing", "clip_grad_norm_", "convert_checkpoint",
     "from_pretrained", "gather_with_gradient", "init_distributed", "initialize", "launch", "load_pretrained",
-    "make_mesh", "no_decay_groups", "pipe", "sync_batch_norm", "verify", "zero",
+    "make_mesh", "moe", "no_decay_groups", "pipe", "sync_batch_norm", "verify", "zero",
 ]  # fmt: skip
 
 

@@ -86,6 +86,11 @@ READ: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
         ["only after convert_to_random_ltd, which is refused"],
     ),
     ({"expert_parallel": {"enabled": True, "load_balance_coeff": None}}, {}, ["it changes where experts are"]),
+    (
+        {"expert_parallel": {"enabled": True, "load_balance_coeff": None, "autoep_size": 4, "preset_model": "mixtral"}},
+        {"mesh": {"expert": 4}},
+        ["is mesh.expert = 4"],
+    ),
     ({"comms_logger": {"any": 1}, "offload": "auto"}, {"comms_logger": {"any": 1}, "offload": "auto"}, []),
 ]  # fmt: skip
 
@@ -128,6 +133,7 @@ def test_a_misspelt_section_of_an_application_is_named_by_the_settings_of_the_en
         {"sparse_attention": {"mode": "fixed"}},
         {"expert_parallel": {"enabled": True}},
         {"expert_parallel": {"enabled": True, "load_balance_coeff": 1e-3}},
+        {"expert_parallel": {"enabled": True, "load_balance_coeff": None, "score_func": "sigmoid"}},
         {"train_batch_size": "8"},
     ],
     ids=str,

@@ -200,7 +200,7 @@ def test_functions_in_a_range_keep_their_names_and_results() -> None:
 @pytest.mark.parametrize(
     ("module", "name", "remedy"),
     [
-        ("moe.sharded_moe", "TopKGate", "there are no experts yet"),
+        ("moe.sharded_moe", "top2gating", "use deepspeed.moe.layer.MoE"),
         ("runtime.sequence_parallel.ulysses_sp", "UlyssesSPAttentionHF", '"mesh": {"context": 2}'),
         ("checkpointing", "CheckpointFunction", "call deepspeed.checkpointing.checkpoint"),
         ("linear", "OptimizedLinear", "peft or torchao"),

@@ -193,8 +193,9 @@ def test_groups_are_those_of_the_mesh() -> None:
     total = torch.tensor([float(rank)])
     dist.all_reduce(total, group=groups.get_model_parallel_group())
     assert float(total) == {0: 1.0, 1: 5.0}[rank // 2]
-    with pytest.raises(NotImplementedError, match="no experts yet"):
+    with pytest.raises(ValueError, match="no groups 'ep_size_2' of experts, but 'ep_size_1'"):
         groups._get_expert_parallel_group("ep_size_2")
+    assert groups._get_expert_data_parallel_group_ranks("ep_size_1") == groups.get_data_parallel_group_ranks()
     with pytest.raises(AttributeError, match="groups has no 'get_nothing'"):
         _ = groups.get_nothing
 

@@ -77,10 +77,10 @@ class Mixture(nn.Module):
 class Stacked(nn.Module):
     """As Llama 4's: one tensor of rows of all experts, two-dimensional or three-dimensional."""
 
-    def __init__(self, flat: bool) -> None:
+    def __init__(self, flat: bool, more: int) -> None:
         super().__init__()
         self.num_experts, self.flat = COUNT, flat
-        self.weight = nn.Parameter(torch.randn(COUNT, WIDTH, WIDTH + 1))
+        self.weight = nn.Parameter(torch.randn(COUNT, WIDTH, WIDTH + more))
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.bmm(x.view(self.num_experts, x.shape[:-1].numel() // self.num_experts, WIDTH), self.weight).tanh()
@@ -103,10 +103,10 @@ class Sorted(nn.Module):
 class Around(nn.Module):
     """A gate and a module of stacked or sorted experts."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, more: int = 1) -> None:
         super().__init__()
-        self.kind, self.gate = kind, nn.Linear(WIDTH, COUNT)
-        self.experts = Sorted() if kind == "sorted" else Stacked(kind == "flat")
+        self.kind, self.more, self.gate = kind, more, nn.Linear(WIDTH, COUNT)
+        self.experts = Sorted() if kind == "sorted" else Stacked(kind == "flat", more)
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.gate(x).softmax(-1)
@@ -118,7 +118,7 @@ class Around(nn.Module):
             return y.new_zeros(len(x), WIDTH + 1).index_add(0, order, y)
         rows = scores.T[..., None] * x
         y = self.experts(rows.reshape(-1, WIDTH) if self.kind == "flat" else rows)
-        return y.view(COUNT, len(x), WIDTH + 1).sum(0)
+        return y.view(COUNT, len(x), WIDTH + self.more).sum(0)
 
 
 def build(make: Callable[[], nn.Module]) -> nn.Module:
@@ -129,7 +129,7 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
 def share(block: nn.Module) -> None:
     """Share the experts of a block over all ranks, which keep all parameters here; owners alone get gradients."""
     group = Mesh({"data": dist.get_world_size()}, torch.device("cpu")).group("data")
-    sharing = stacked.Sharing(RowExchange(group, 600, "experts"), COUNT)
+    sharing = stacked.ExpertSharing(RowExchange(group, 600, "experts"), COUNT)
     module: Any = block.get_submodule("experts")
     if isinstance(module, nn.ModuleList):
         lists.share_listed(block, module, sharing)

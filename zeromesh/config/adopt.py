@@ -72,7 +72,7 @@ def adopt(
     _take_copies_back(document)  # no change of what the user wrote
     keys = entries(settings)
     # Unknown keys are known only after all others have their place.
-    steps = (_dotted, partial(_switches, keys), _optimizer, _idle, partial(_unknown, keys))
+    steps = (_dotted, partial(_switches, keys), _optimizer, _experts, _idle, partial(_unknown, keys))
     return document, [change for step in steps for change in step(document)]
 
 
@@ -188,6 +188,40 @@ def _optimizer(document: dict[str, Any]) -> Iterator[Change]:
         params |= row.params
 
 
+_OF_AUTOEP = (
+    "enabled",
+    "autoep_size",
+    "preset_model",
+    "moe_layer_pattern",
+    "expert_pattern",
+    "router_pattern",
+    "use_grouped_mm",
+    "grouped_mm_backend",
+    "load_balance_coeff",
+)
+"""Keys that say where experts are and how they are multiplied; others change what routers compute."""
+
+
+def _experts(document: dict[str, Any]) -> Iterator[Change]:
+    """Take the number of ranks that share experts from the section of AutoEP."""
+    section = look_up(document, "expert_parallel")[1]
+    if not isinstance(section, Mapping) or not enables(section):
+        return
+    changing = [name for name, value in section.items() if name not in _OF_AUTOEP and value not in (None, UNSET)]
+    size = section.get("autoep_size", 1)
+    # Unless the coefficient is null, AutoEP adds a bias to routers, which changes results.
+    if changing or section.get("load_balance_coeff", 0) is not None or type(size) is not int or size < 1:
+        return
+    there, ranks = look_up(document, "mesh.expert")
+    if there and ranks != size and not is_unset(ranks):
+        return
+    yield _drop(document, "expert_parallel", "")._replace(
+        now=f"mesh.expert = {size}", why="it changes where experts are, which are found by their structure"
+    )
+    if size > 1:
+        _set(document, "mesh.expert", size)
+
+
 def _idle(document: dict[str, Any]) -> Iterator[Change]:
     """Leave out what changes speed or memory alone, makes results less exact, or is not read by DeepSpeed either."""
     for path, is_idle, why in _IDLE:
@@ -227,12 +261,6 @@ _IDLE: tuple[tuple[str, _Test, str], ...] = (
         "bf16.bf16_master_weights_and_grads",
         lambda value, document: value is True and look_up(document, "bf16.bf16_optimizer_states")[1] is not True,
         EXACT["fp16.fp16_master_weights_and_grads"],
-    ),
-    # The bias that AutoEP adds to routers, unless the coefficient is null, changes results.
-    (
-        "expert_parallel",
-        lambda section, _: enables(section) and section.get("load_balance_coeff", 0) is None,
-        "it changes where experts are; ZeRO shards them as all other parameters",
     ),
     (
         "data_efficiency.data_routing",

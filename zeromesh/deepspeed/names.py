@@ -64,9 +64,12 @@ _ROWS = (
     ("git_version_info", ".op_builder", "compatible_ops installed_ops=compatible_ops"),
     ("git_version_info", ".finder", "version=VERSION"),
     ("launcher.runner", ".utilities", "DEEPSPEED_ENVIRONMENT_NAME"),
-    ("moe.utils", ".utilities",
-     "has_moe_layers is_moe_param is_moe_param_group=is_moe_param split_params_into_shared_and_expert_params "
-     "split_params_into_different_moe_groups_for_optimizer"),
+    ("moe moe.layer", "zeromesh.moe", "MoE"),
+    ("moe.sharded_moe", "zeromesh.moe", "TopKGate MOELayer=ExpertLayer"),
+    ("moe.experts", "zeromesh.moe", "Experts=ExpertList"),
+    ("moe.utils", "zeromesh.moe",
+     "has_moe_layers is_moe_param is_moe_param_group split_params_into_shared_and_expert_params "
+     "split_params_into_different_moe_groups_for_optimizer configure_moe_param_groups"),
     ("monitor.config", ".reporting", "get_monitor_config"),
     ("monitor.monitor", ".reporting", "MonitorMaster"),
     ("ops", ".op_builder", "__compatible_ops__=compatible_ops"),
@@ -144,7 +147,6 @@ REST = {
 }
 """Modules that have the names that a module's row lacks."""
 
-EXPERTS = "there are no experts yet; train a dense model, or transformers' own mixture with its experts as leaves"
 _SPREAD = (
     'set "mesh": {"context": 2}, "context_parallel": {"strategy": "ulysses"} in the configuration: the '
     "engine cuts each batch over these ranks, all of which are "
@@ -172,7 +174,7 @@ REFUSED = {
     "ops.transformer": "use torch.nn.functional.scaled_dot_product_attention and torch.compile",
     "ops.sparse_attention": "use torch.nn.attention.flex_attention with a block mask",
     "linear": "use torch.nn.Linear, and peft or torchao for adapters and quantised weights",
-    **dict.fromkeys(("moe.layer", "moe.sharded_moe"), EXPERTS),
+    "moe": 'use deepspeed.moe.layer.MoE, or any model with experts, and "mesh": {"expert": 2} in the configuration',
     "runtime.data_pipeline.curriculum_scheduler": "write curriculum_learning into the configuration",
     "runtime.data_pipeline.data_sampling": "pass a sampler of your own to engine.deepspeed_io(data_sampler=...)",
     "runtime.data_pipeline.data_routing": "drop tokens in the model itself; its layers are not replaced here",

@@ -17,10 +17,11 @@ AXES = {
     "tensor_model_parallel": "tensor",
     "sequence_parallel": "context",
     "pipeline_parallel": "pipeline",
+    "expert_parallel": "expert",
+    "max_expert_parallel": "expert",
+    "expert_data_parallel": "expert_data",
 }
 """Group of the mesh for each of DeepSpeed's."""
-
-_EXPERTS = "there are no experts yet, and so no groups of them; train a dense model"
 
 # Groups of one rank, by the default group with which they end.
 _alone: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -61,14 +62,50 @@ def __getattr__(name: str) -> Any:
         # The longest end that fits: ``get_X_group_ranks`` ends in ``group_ranks``.
         end = max((ending for ending in _ANSWERS if asked_name.endswith(f"_{ending}")), key=len, default="")
         kind = asked_name.removesuffix(f"_{end}") if end else ""
+    if "expert" in kind and kind in AXES:
+        return lambda group_name=None: _ANSWERS[end](kind if _is_size(group_name) else "")
     if kind in AXES:
         return lambda: _ANSWERS[end](kind)
-    if kind.startswith(("expert", "max_expert")):
-        raise NotImplementedError(f"groups.{name}: {_EXPERTS}")
+    if kind.startswith("expert_") and kind.endswith(("model_parallel", "tensor_parallel")):
+        return lambda group_name=None: _OF_ONE[end]  # each expert is whole on one rank
     raise AttributeError(f"groups has no {name!r}; it has get_X_Y, X of {', '.join(AXES)}, Y of {', '.join(_ANSWERS)}")
 
 
+_OF_ONE = {"world_size": 1, "rank": 0}
+
+
+def _expert_size() -> int:
+    engine = newest_engine()
+    return 1 if engine is None else int(engine.mesh.sizes["expert"])
+
+
+def _is_size(group_name: str | None) -> bool:
+    """Return True if it is the name of the groups of experts; raise ValueError if it is another one."""
+    if group_name not in (None, name := f"ep_size_{_expert_size()}"):
+        raise ValueError(
+            f"there are no groups {group_name!r} of experts, but {name!r}: all experts are shared by the ranks of "
+            "mesh.expert, which is the ep_size of the MoE layers unless the configuration says it; ask after initialize"
+        )
+    return True
+
+
+def _get_max_expert_size() -> int:
+    return _expert_size()
+
+
+def _get_max_expert_size_name() -> str:
+    return f"ep_size_{_expert_size()}"
+
+
+def _get_expert_parallel_group_dict() -> dict[str, Any]:
+    return {_get_max_expert_size_name(): group_of("expert_parallel")}
+
+
+def _get_expert_data_parallel_group_dict() -> dict[str, Any]:
+    return {_get_max_expert_size_name(): group_of("expert_data_parallel")}
+
+
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
-    """Accept DeepSpeed's call that makes groups of experts; the mesh has all other groups."""
-    if ep_size != 1 or mpu is not None:
-        raise NotImplementedError(f"groups.initialize(ep_size={ep_size}, mpu={mpu}): {_EXPERTS}")
+    """Accept DeepSpeed's call that makes groups of experts: the mesh has all groups, by the layers' ``ep_size``."""
+    if mpu is not None:
+        raise NotImplementedError(f"groups.initialize(mpu={mpu}): set the sizes of the mesh in the configuration")

@@ -12,6 +12,7 @@ from zeromesh.comm.detect import Environment
 from zeromesh.config.engine_answers import ANSWERS, Asked, answer
 from zeromesh.config.settings import Resolved
 from zeromesh.deepspeed.process_groups import group_of
+from zeromesh.moe import MoE, has_moe_layers
 
 Engine = Any  # a DeepSpeedEngine, which is made with these tables
 
@@ -30,8 +31,8 @@ ATTRIBUTES: dict[str, Callable[[Engine], Any]] = {
     "communication_data_type": lambda engine: engine.config.precision.communicate or _data_type(engine),
     "gradient_average": lambda engine: True,
     "enable_backward_allreduce": lambda engine: True,
-    "has_moe_layers": lambda engine: False,
-    "num_experts": lambda engine: [],
+    "has_moe_layers": lambda engine: has_moe_layers(engine.module)[0],
+    "num_experts": lambda engine: [layer.num_experts for layer in engine.module.modules() if isinstance(layer, MoE)],
     "basic_optimizer": lambda engine: engine.optimizer,
     "param_names": lambda engine: {parameter: name for name, parameter in engine.module.named_parameters()},
     "torch_autocast_z0_gradscaler": lambda engine: (

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import accumulate, chain
 from pathlib import Path
@@ -207,28 +207,6 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     if len(weights) <= num_parts:
         return partition_uniform(len(weights), num_parts)
     return [*partition(weights, num_parts), len(weights)]
-
-
-def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Return whether a model has layers of experts, and the experts of each: it has none."""
-    return False, 0
-
-
-def is_moe_param(param: object) -> bool:
-    """Return whether a parameter, or a group of them, is an expert's: none is."""
-    return False
-
-
-def split_params_into_shared_and_expert_params(params: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """Return all parameters, and no experts'."""
-    return list(params), []
-
-
-def split_params_into_different_moe_groups_for_optimizer(
-    param_groups: Mapping[str, Any] | Iterable[Mapping[str, Any]], max_group_size: float = 178956971
-) -> list[dict[str, Any]]:
-    """Return the groups as they are."""
-    return [dict(group) for group in ([param_groups] if isinstance(param_groups, Mapping) else param_groups)]
 
 
 def ensure_directory_exists(filename: str) -> None:

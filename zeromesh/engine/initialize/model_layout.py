@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import sys
 from collections.abc import Sequence
 from functools import partial
 from math import prod
@@ -59,6 +60,21 @@ def make_mesh(settings: Settings, environment: Environment | None = None) -> Mes
         node = environment.rank // count
     links = Links(node, settings.communication.hierarchical, gather, reduce, settings.communication.local_memory)
     return Mesh(sizes, device_of_group(environment), links)
+
+
+def take_expert_size(model: nn.Module, settings: Settings, mesh: Mesh | None) -> Settings:
+    """Return the configuration, with the ``ep_size`` of MoE layers. Raise ValueError if they contradict it."""
+    layers = sys.modules.get("zeromesh.parallel.expert.moe_layer")  # not imported: then no model has any
+    wanted = 1 if layers is None else layers.wanted_ranks(model)
+    said = settings.mesh.expert if "expert" in settings.mesh.model_fields_set else None
+    said = said if mesh is None else mesh.sizes["expert"]
+    if wanted == 1 or said == wanted:
+        return settings
+    if said is not None:
+        raise ValueError(
+            f"the model's MoE layers have ep_size {wanted}, and mesh.expert is {said}; leave one of them out"
+        )
+    return settings.model_copy(update={"mesh": settings.mesh.model_copy(update={"expert": wanted})})
 
 
 def find_shared_experts(model: nn.Module, settings: Resolved, mesh: Mesh) -> list[Experts]:

@@ -185,7 +185,10 @@ class Placing:
         if self.experts:
             from zeromesh.parallel.expert.place import holdings
 
-            split, experts = split | holdings(plan.mesh, self.experts), [item.caller for item in self.experts]
+            split, experts = (
+                split | holdings(plan.mesh, self.experts),
+                [item.caller for item in self.experts if item.caller],
+            )
         tied, idle = ({}, ()) if stages is None else (stages.tied, stages.idle)
         part = ModelPart(split, tied, idle, experts)
         managed = settings.managed_gradient_accumulation
@@ -282,8 +285,11 @@ class Placing:
         """Compile the forward of each unit."""
         chosen = self.plan.settings.compile
         options = {"backend": chosen.backend} | ({} if chosen.mode is None else {"mode": chosen.mode})
+        # Nor those that exchange tokens, which read numbers of rows on the host: the graphs around them break there.
+        exchanging = {item.caller for item in self.experts}
         # The first unit is the model itself, whose forward calls those of the others.
-        compile_blocks([unit.module for unit in self.placed.units[1:]], options, self.plan.mesh.rank == 0)
+        blocks = [unit.module for unit in self.placed.units[1:] if unit.name not in exchanging]
+        compile_blocks(blocks, options, self.plan.mesh.rank == 0)
 
 
 UNIT = {"shard states": "the new forward asks for the parameters of its unit"}

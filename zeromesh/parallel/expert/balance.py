@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zeromesh.comm.mesh import Mesh
 from zeromesh.parallel.expert.auxiliary_loss import GlobalAuxiliaryLoss
-from zeromesh.parallel.expert.forms import Contract
+from zeromesh.parallel.expert.contract import Contract
 from zeromesh.parallel.expert.router import Listener, Router
 
 TAG = 9  # on the group of all ranks, of the counts of an update
