@@ -424,3 +424,31 @@ def test_a_router_that_returns_probabilities_is_refused() -> None:
         layer.mlp.gate.register_forward_hook(soften, prepend=True)
     with pytest.raises(RuntimeError, match="are probabilities"):
         engine(**micro_batch(0))
+
+
+def by_engine(engine: Any, loss: torch.Tensor) -> None:
+    engine.backward(loss)
+
+
+def divided_by_the_caller(engine: Any, loss: torch.Tensor) -> None:
+    engine.backward(loss / 2, scale_wrt_gas=False)
+
+
+def by_torch(engine: Any, loss: torch.Tensor) -> None:
+    loss.backward()
+
+
+def scaled(engine: Any, loss: torch.Tensor) -> None:
+    engine.scale(loss).backward()
+
+
+def test_the_z_loss_is_scaled_as_the_loss_whoever_calls_the_backward() -> None:
+    found = []
+    for backward in (by_engine, divided_by_the_caller, by_torch, scaled):
+        engine = engine_of(mixture("minimax_m2"), accumulation=2, experts={"z_loss": Z_LOSS})
+        for number in range(2):
+            backward(engine, engine(**micro_batch(number)).loss)
+            engine.step()
+        found.append(whole_parameters(engine.module))
+    for other in found[1:]:
+        assert_close(other, found[0], 1e-12, 1e-12)
