@@ -402,6 +402,7 @@ def test_fractions_of_tokens_are_those_of_the_micro_batches_so_far() -> None:
     logits = torch.randn(2, 2, 2, 6, EXPERTS, generator=generator, dtype=torch.float64)  # micro-batch, rank, layer
     counts = torch.zeros(EXPERTS, dtype=torch.float64)
     for number, each in enumerate(logits):
+        loss.begin()
         mine = loss.loss(load_balancing_loss_func, tuple(each[group.rank]), EXPERTS, TOP_K)
         mean = group.exchange(mine.view(1)).mean()
         probabilities = each.softmax(-1).view(-1, EXPERTS)
