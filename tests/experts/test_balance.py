@@ -244,6 +244,7 @@ def test_a_model_stays_as_it_is_where_nothing_is_asked() -> None:
         ("qwen3_moe", {"auxiliary_loss": "global"}, {}, "output_router_logits = True"),
         ("minimax_m2", {"bias_update_rate": -1}, {}, "bias_update_rate"),
         ("deepseek_v3", {"auxiliary_loss": "global"}, {}, "no forward of"),
+        ("qwen3_moe", {"auxiliary_loss": "global"}, {"mesh": {"pipeline": 2}}, "of its own layers only"),
         ("afmoe", {"bias_update_rate": 0.1}, {"bf16": True}, "keep_in_fp32_modules"),
     ],
 )
@@ -401,6 +402,7 @@ def test_fractions_of_tokens_are_those_of_the_micro_batches_so_far() -> None:
     logits = torch.randn(2, 2, 2, 6, EXPERTS, generator=generator, dtype=torch.float64)  # micro-batch, rank, layer
     counts = torch.zeros(EXPERTS, dtype=torch.float64)
     for number, each in enumerate(logits):
+        loss.begin()
         mine = loss.loss(load_balancing_loss_func, tuple(each[group.rank]), EXPERTS, TOP_K)
         mean = group.exchange(mine.view(1)).mean()
         probabilities = each.softmax(-1).view(-1, EXPERTS)
@@ -423,3 +425,31 @@ def test_a_router_that_returns_probabilities_is_refused() -> None:
         layer.mlp.gate.register_forward_hook(soften, prepend=True)
     with pytest.raises(RuntimeError, match="are probabilities"):
         engine(**micro_batch(0))
+
+
+def by_engine(engine: Any, loss: torch.Tensor) -> None:
+    engine.backward(loss)
+
+
+def divided_by_the_caller(engine: Any, loss: torch.Tensor) -> None:
+    engine.backward(loss / 2, scale_wrt_gas=False)
+
+
+def by_torch(engine: Any, loss: torch.Tensor) -> None:
+    loss.backward()
+
+
+def scaled(engine: Any, loss: torch.Tensor) -> None:
+    engine.scale(loss).backward()
+
+
+def test_the_z_loss_is_scaled_as_the_loss_whoever_calls_the_backward() -> None:
+    found = []
+    for backward in (by_engine, divided_by_the_caller, by_torch, scaled):
+        engine = engine_of(mixture("minimax_m2"), accumulation=2, experts={"z_loss": Z_LOSS})
+        for number in range(2):
+            backward(engine, engine(**micro_batch(number)).loss)
+            engine.step()
+        found.append(whole_parameters(engine.module))
+    for other in found[1:]:
+        assert_close(other, found[0], 1e-12, 1e-12)

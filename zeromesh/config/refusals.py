@@ -56,6 +56,11 @@ def _link_refusal(old: str, new: str) -> Refusal[Any]:
 
 REFUSALS: list[Refusal[Any]] = [
     (
+        lambda s: s.experts.auxiliary_loss == "global" and (s.mesh.pipeline or 1) > 1,
+        'experts.auxiliary_loss is "global" and mesh.pipeline is {s.mesh.pipeline}, but a stage has the router logits '
+        "of its own layers only; balance with experts.bias_update_rate or experts.z_loss, or set mesh.pipeline to 1",
+    ),
+    (
         lambda s: s.fp16.enabled and s.bf16.enabled,
         "fp16.enabled and bf16.enabled are true, but only one of them can be; set the others to false",
     ),

@@ -268,7 +268,8 @@ class Update:
                     f"ranks that share one batch have different losses: {listed}; give them the same samples "
                     "(share engine.data_rank of engine.data_size), and the same random state: let seeds depend on "
                     "engine.data_rank, and not on the rank; and let the loss read neither parameters by themselves nor "
-                    "activations of spread sequences: outside of their layers they are parts (docs/tensor.md)"
+                    "activations of spread sequences: outside of their layers they are parts (docs/tensor.md); an "
+                    "auxiliary loss of experts is of a rank's own tokens unless experts.auxiliary_loss is global"
                 )
 
     def _is_left_out(self, agreement: Agreement, number: int) -> bool:

@@ -18,18 +18,22 @@ if TYPE_CHECKING:
 
 def counts_experts(plan: Plan) -> bool:
     """Return whether somebody wants to know the load of experts, or to change it."""
-    return _is_asked(plan.settings) or _reports(plan.settings)
-
-
-def _is_asked(settings: Resolved) -> bool:
-    chosen = settings.experts
-    changes = chosen.bias_update_rate is not None or chosen.z_loss > 0 or chosen.auxiliary_loss == "global"
-    return changes or bool(chosen.report_load)
-
-
-def _reports(settings: Resolved) -> bool:
+    settings = plan.settings
     watched = settings.tensorboard.enabled or settings.csv_monitor.enabled or settings.wandb.enabled
-    return settings.experts.report_load is None and (watched or settings.times_whole_run)
+    reports = settings.experts.report_load is None and (watched or settings.times_whole_run)
+    return reports or bool(_asked(settings))
+
+
+def _asked(settings: Resolved) -> list[str]:
+    """Return the keys by which the configuration asks for experts."""
+    chosen = settings.experts
+    keys = {
+        "bias_update_rate": chosen.bias_update_rate is not None,
+        "z_loss": chosen.z_loss > 0,
+        "auxiliary_loss": chosen.auxiliary_loss == "global",
+        "report_load": chosen.report_load,
+    }
+    return [key for key, is_set in keys.items() if is_set]
 
 
 def balance_of(plan: Plan, factor: Callable[[], float], write: Callable[[Tensor, Tensor], None]) -> Balance | None:
@@ -42,34 +46,27 @@ def balance_of(plan: Plan, factor: Callable[[], float], write: Callable[[Tensor,
     from zeromesh.parallel.expert.forms import find_experts
     from zeromesh.parallel.expert.router import find_routers
 
-    model, settings, mesh, chosen = plan.model, plan.settings, plan.mesh, plan.settings.experts
+    model, chosen, asked = plan.model, plan.settings.experts, _asked(plan.settings)
     try:
         experts = find_experts(model, chosen.targets, 1)
     except ValueError:
-        if _is_asked(settings):
+        if asked:
             raise
-        return None
+        experts = []
+    if not experts and asked:
+        text = f"experts.{asked[0]} is set, but no module of {type(model).__name__} has experts; leave it out"
+        raise ValueError(text)
     if not experts:
-        if _is_asked(settings):
-            key = "bias_update_rate" if chosen.bias_update_rate is not None else "z_loss" if chosen.z_loss else ""
-            key = key or ("auxiliary_loss" if chosen.auxiliary_loss == "global" else "report_load")
-            raise ValueError(f"experts.{key} is set, but no module of {type(model).__name__} has experts; leave it out")
         return None
     routers = find_routers(model, experts)
     if chosen.bias_update_rate is not None:
         _check_biases(plan, routers)
     if chosen.z_loss and (names := [router.name for router in routers if router.module is None]):
         raise ValueError(
-            f"experts.z_loss: the module around {names[0]} has no router with a row for each expert, whose logits the "
-            "loss is of; set it to 0"
+            f"experts.z_loss: no router beside {names[0]} has a row for each expert, whose logits it is of; set it to 0"
         )
-    balance = Balance(routers, mesh, chosen.bias_update_rate, chosen.z_loss, factor, write)
+    balance = Balance(routers, plan.mesh, chosen.bias_update_rate, chosen.z_loss, factor, write)
     if chosen.auxiliary_loss == "global":
-        if mesh.sizes["pipeline"] > 1:
-            raise ValueError(
-                'experts.auxiliary_loss is "global", and mesh.pipeline above 1: a stage has the logits of its own '
-                "layers only; balance with experts.bias_update_rate, or set mesh.pipeline to 1"
-            )
         balance.use_global_loss(model)
     model.register_forward_pre_hook(balance.listener.begin, with_kwargs=True)
     return balance

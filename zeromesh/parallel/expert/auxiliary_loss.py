@@ -36,8 +36,10 @@ class GlobalAuxiliaryLoss:
         self, group: Group, context: Group, first_time: Callable[[], bool], trains: Callable[[], bool]
     ) -> None:
         self._group, self._context, self._first_time, self._trains = group, context, first_time, trains
-        self._sums: Tensor | None = None  # choices of each expert and tokens since the last update, of all ranks
-        self._tokens: Tensor | None = None  # of the last forward
+        # By number of the call within a forward, as an encoder and its decoder have a loss each:
+        self._sums: dict[int, Tensor] = {}  # choices of each expert and tokens since the last update, of all ranks
+        self._tokens: dict[int, Tensor] = {}  # of the last forward
+        self._calls = 0
         self._has_looked = False  # at the first logits
 
     def install(self, model: nn.Module) -> None:
@@ -64,7 +66,11 @@ class GlobalAuxiliaryLoss:
 
     def restart(self) -> None:
         """Count anew: an update is over."""
-        self._sums = None
+        self._sums = {}
+
+    def begin(self) -> None:
+        """Number calls of the loss anew: a forward begins."""
+        self._calls = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GlobalAuxiliaryLoss:
         """Return the loss of a copy of the model, which computes its own: other ranks may have no copy."""
@@ -76,6 +82,7 @@ class GlobalAuxiliaryLoss:
         """Run a model's forward, whose ``function`` finds this loss under the name of its own."""
         if not self._trains():  # ranks may evaluate different numbers of batches, and do not wait for each other
             return forward(*args, **kwargs)
+        self.begin()
         names = function.__globals__
         before = names[LOSS]
         names[LOSS] = partial(self.loss, before)
@@ -99,15 +106,14 @@ class GlobalAuxiliaryLoss:
             self._has_looked = True
             _require_logits(gate_logits)
         counts, probabilities, tokens = _sums(gate_logits, num_experts, top_k, attention_mask)
+        call, self._calls = self._calls, self._calls + 1
         if self._first_time():
             sums = torch.cat([counts, tokens.view(1)])
             self._group.all_reduce(sums, TAG)
-            self._tokens = sums[-1]
-            self._sums = sums if self._sums is None else self._sums + sums
-        assert self._sums is not None
-        assert self._tokens is not None
-        fractions = (self._sums[:-1] / self._sums[-1]).to(probabilities.dtype)
-        share = (self._group.size / self._tokens).to(probabilities.dtype)
+            self._tokens[call] = sums[-1]
+            self._sums[call] = self._sums[call] + sums if call in self._sums else sums
+        fractions = (self._sums[call][:-1] / self._sums[call][-1]).to(probabilities.dtype)
+        share = (self._group.size / self._tokens[call]).to(probabilities.dtype)
         loss = num_experts * share * (fractions * probabilities).sum()
         if self._context.size > 1:  # ranks that have parts of the same sequences come to one loss
             mean = loss.detach().view(1) / self._context.size

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zeromesh.comm.mesh import Mesh
 from zeromesh.parallel.expert.auxiliary_loss import GlobalAuxiliaryLoss
-from zeromesh.parallel.expert.forms import Contract
+from zeromesh.parallel.expert.contract import Contract
 from zeromesh.parallel.expert.router import Listener, Router
 
 TAG = 9  # on the group of all ranks, of the counts of an update
@@ -111,7 +111,7 @@ class Balance:
             bias = router.bias.tensor
             if not isinstance(bias, nn.Parameter):
                 # Through ``data``, which leaves the version as it is: all ranks do the same, and need not be told.
-                bias.data += change.view_as(bias).to(bias.dtype)
+                bias.data.add_(change.view_as(bias).to(bias.dtype))
             elif router.bias.name in seen:  # else it is on another stage
                 value = seen[router.bias.name]
                 self._write(bias, (value.double() + change.view_as(value)).to(value.dtype))

@@ -7,12 +7,13 @@ Legend of shapes: T tokens of a call, K experts of each, E experts, H width.
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from zeromesh.parallel.context.applied import named_arguments
-from zeromesh.parallel.expert.forms import Contract, Experts
+from zeromesh.parallel.expert.contract import Contract, Experts
 from zeromesh.parallel.follow.activation_parts import replace_forward
+
+_log = logging.getLogger("zeromesh")
 
 BIAS = re.compile(r"(^|_)(score_correction|expert)_bias$")
 """Names that families give a bias which is added to the scores for the choice, and not to the weights."""
@@ -132,7 +135,8 @@ class Listener:
         self.z_loss, self.factor = z_loss, factor
         self._choose, self._note_squares = choose, note_squares
         self.trains = False  # the forward under way is one in training
-        self._weights: Tensor | None = None  # of its tokens, (B, S)
+        self._weights: Tensor | None = None  # which of its tokens are no padding, (B, S)
+        self._has_told = False  # that padding cannot be told
         heard: set[int] = set()  # routers, which several modules of experts may share
         for router in routers:
             tells = False  # the router's result shows its choice
@@ -178,28 +182,25 @@ class Listener:
             self.is_paused = before
 
     def weights(self, tokens: int) -> Tensor | None:
-        """Return the weight of each of a router's tokens, (T,); None if all count.
-
-        Raises:
-            RuntimeError: the mask is of other tokens than the router's.
-        """
-        if self._weights is None:
-            return None
-        weights = self._weights.reshape(-1)
-        if len(weights) != tokens:
-            raise RuntimeError(
-                f"attention_mask has {len(weights)} tokens, and a router {tokens}: padding cannot be told from them. "
-                "Leave the mask out where nothing is padded, or unset experts.bias_update_rate, z_loss and report_load"
+        """Return which of a router's tokens are no padding, (T,); None if all count, or nobody can tell."""
+        if self._weights is None or self._weights.numel() == tokens:
+            return None if self._weights is None else self._weights.reshape(-1)
+        if not self._has_told:
+            self._has_told = True
+            _log.warning(
+                "a router has %d tokens, and attention_mask %d: padding is counted as tokens in the load of experts, "
+                "the selection bias and the z-loss",
+                tokens,
+                self._weights.numel(),
             )
-        return weights
+        return None
 
     def _before_experts(self, router: Router, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
         if not self.counts:
             return
         if router.contract is Contract.SORTED:  # what was sorted does not tell which rows are padding
             rows, sizes = (*args, *kwargs.values())[:2]
-            self._choose(router, torch.as_tensor(sizes, device=rows.device).view(1, -1), None)
-            return
+            return self._choose(router, torch.as_tensor(sizes, device=rows.device).view(1, -1), None)
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         chosen = next(tensor for tensor in tensors if not tensor.is_floating_point())
         self._choose(router, chosen.detach(), self.weights(chosen.shape[:-1].numel()))
@@ -241,18 +242,13 @@ def _choice(result: Any, choices: int) -> Tensor | None:
 
     The weights of experts that are not chosen are 0.
     """
-    tensors = [
-        each.detach() for each in (result if isinstance(result, tuple | list) else (result,)) if _is_tensor(each)
-    ]
+    results = result if isinstance(result, tuple | list) else (result,)
+    tensors = [each.detach() for each in results if isinstance(each, Tensor)]
     whole_numbers = next((each for each in tensors if not each.is_floating_point()), None)
     columns = [each.reshape(-1, choices) != 0 for each in tensors if each.ndim and each.shape[-1] == choices]
     if whole_numbers is not None or not columns:
         return whole_numbers
     return torch.stack([each for each in columns if len(each) == len(columns[0])]).all(0).long()
-
-
-def _is_tensor(value: Any) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor)
 
 
 class _Logits(TorchFunctionMode):
