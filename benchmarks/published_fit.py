@@ -90,7 +90,10 @@ def fit(samples: Sequence[TimedRow], names: tuple[str, str]) -> Constants:
         out = ((logs >= high) & (change > 0)) | ((logs <= low) & (change < 0))
         if out.any():  # a constant at its bound stays there, and the other one is solved for alone
             change = _least_squares(slopes * ~out, now, pulls, (logs - first) * ~out)
-        tries = [torch.clamp(logs + part * change.clamp(-FARTHEST, FARTHEST), low, high) for part in (1.0, 0.4, 0.1)]
+        # Far from the best constants a step of both may be wrong where one of each alone is not.
+        alone = [torch.linalg.vecdot(slope, -now) / slope.square().sum().clamp(min=1e-9) for slope in slopes.T]
+        moves = [part * change for part in (1.0, 0.4, 0.1)] + [*torch.diag(torch.stack(alone))]
+        tries = [torch.clamp(logs + move.clamp(-FARTHEST, FARTHEST), low, high) for move in moves]
         better = next((one for one in tries if loss(one) < loss(logs) * (1 - 1e-5)), None)
         if better is None:
             break

@@ -4,8 +4,8 @@
 devices, GPU and source; ``benchmarks/calibrate_plan.py`` writes it from ``benchmarks/published-rows.json``. The time of
 a step is multiplied by the median of the sources' medians. Rows of one source are alike, and a further run is of
 another source: the interval, in which eight of ten further runs are expected, is that of a normal distribution of
-logarithms with the spread of the sources and that of the rows of one source, which all families of dense models have in common,
-and all of mixtures.
+logarithms with the spread of the sources and that of the rows of one source, which all families of dense models have in
+common, and all of mixtures.
 """
 
 from __future__ import annotations
