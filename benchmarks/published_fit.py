@@ -37,8 +37,8 @@ RANGES = {
     "products": (0.7, 0.05, 1.0), "links": (0.7, 0.02, 1.0), "memory": (0.8, 0.1, 1.0), "host": (0.5, 0.05, 1.0),
     "step": (0.03, 0.001, 0.5), "block": (0.003, 0.0001, 0.2),
 }  # fmt: skip
-# What is expected before there are rows, of logarithms: a constant is near its first value, and rows scatter. A few rows
-# then move a constant only as far as they say something about it.
+# What is expected before there are rows, of logarithms: a constant is near its first value, and rows scatter. A few
+# rows then move a constant only as far as they say something about it.
 EXPECTED, SCATTER = 0.5, 0.05
 EXPECTED_WIDE = 1.5  # of links, hosts and programs, which differ more than devices do
 DEVICE = ("products", "memory")

@@ -48,8 +48,8 @@ class Practice:
 # vocabulary makes seven passes over fp32 logits (Narayanan et al., 2021, sections 4.1 and 5.8).
 PIPELINE_OUTER = ("pipeline", "replicate", "data", "context", "tensor")  # order of the ranks of Megatron and torchtitan
 MEGATRON = Habits(
-    dtype="fp16", order=PIPELINE_OUTER, reduces_early=False, publishes_early=False, messages_block=True, messages_scattered=True,
-    sums_once=True, loss=1.6,
+    dtype="fp16", order=PIPELINE_OUTER, reduces_early=False, publishes_early=False, messages_block=True,
+    messages_scattered=True, sums_once=True, loss=1.6,
 )  # fmt: skip
 # Of 2022 on: a gradient's sum over the tensor ranks goes on beside the product of a weight's gradient.
 MEGATRON_2022 = replace(MEGATRON, joins_hidden_back=1.0)
@@ -80,8 +80,8 @@ PRACTICES: dict[str, Practice] = {
     "megascale2024/MegaScale": Practice(replace(CORE, joins_hidden=0.9, fusion=0.35), wire=4, row=1, sequence=True,
                                         why="all reductions overlap; blocks with one norm; fused kernels"),
     "llama3": Practice(CORE, row=1, chunks=8, causal=0.5, sequence=True, why="the number of stages is not published"),
-    "torchtitan": Practice(Habits(order=PIPELINE_OUTER, selective=0.45, attention=HOPPER_FLASH_2), wire=4, sequence=True, keeps=True,
-                           own_kernels=False,
+    "torchtitan": Practice(Habits(order=PIPELINE_OUTER, selective=0.45, attention=HOPPER_FLASH_2), wire=4,
+                           sequence=True, keeps=True, own_kernels=False,
                            why="FSDP2; every second matrix product is recomputed"),
     "mosaic": Practice(Habits(attention=HOPPER_FLASH_2), fitted=("products", "step"), shape={"dropout": False},
                        own_kernels=False,
