@@ -101,9 +101,7 @@ def fit(samples: Sequence[TimedRow], names: tuple[str, str]) -> Constants:
     return constants(logs)
 
 
-def _least_squares(
-    slopes: torch.Tensor, errors: torch.Tensor, pulls: torch.Tensor, away: torch.Tensor
-) -> torch.Tensor:
+def _least_squares(slopes: torch.Tensor, errors: torch.Tensor, pulls: torch.Tensor, away: torch.Tensor) -> torch.Tensor:
     """Return the change of the constants, which ``pulls`` draw back from where they are ``away`` from the first."""
     change: torch.Tensor = torch.linalg.solve(slopes.T @ slopes + torch.diag(pulls), -slopes.T @ errors - pulls * away)
     return change
