@@ -143,8 +143,8 @@ def by_source(rows: Mapping[str, Ratios]) -> Ratios:
 def calibration_on(machine: Machine, ranks: int | None = None, experts: bool = False) -> Calibration:
     """Return the calibration of a run on a machine: that of the kind of device that slows most."""
     kind = kind_of(machine, machine.devices if ranks is None else ranks)
-    found = (calibrated(node.device, kind, experts) for node, _ in machine.nodes)
-    return max(found, key=lambda calibration: calibration.factor)
+    calibrations = (calibrated(node.device, kind, experts) for node, _ in machine.nodes)
+    return max(calibrations, key=lambda calibration: calibration.factor)
 
 
 def reserved_margin() -> float:

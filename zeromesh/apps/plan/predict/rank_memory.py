@@ -422,8 +422,8 @@ class _FullGradients:
 
     def begin(self, unit: _Profile) -> None:
         """Note that the first gradient of a unit has been accumulated."""
-        own = (_own(unit) > 0 and not self.adopts(unit)) + (unit.experts > 0)
-        self.opened += own + (unit.resident > 0 and not self.root)
+        units = (_own(unit) > 0 and not self.adopts(unit)) + (unit.experts > 0)
+        self.opened += units + (unit.resident > 0 and not self.root)
         self.root |= unit.resident > 0
 
     def end(self, unit: _Profile, times: int) -> None:
