@@ -37,15 +37,16 @@ _FIELDS = {
     },
     "a text": {
         "model": "name", "hardware": "gpu",
-        "layout": "precision recompute schedule scheme framework gradients optimizer lora dispatcher kernels units experts "
-        "optimizer_states",
+        "layout": "precision recompute schedule scheme framework gradients optimizer lora dispatcher kernels units "
+        "experts optimizer_states",
     },
     "true or false": {
         "model": "tied gated",
         "layout": "sequence_parallel compile async_tp cross_entropy_fusion fused_cross_entropy deepspeed alst overlap",
     },
     "any": {
-        "model": "mla note origin", "layout": "zero tp offload offload_param offload_optimizer offload_fraction zero_init",
+        "model": "mla note origin",
+        "layout": "zero tp offload offload_param offload_optimizer offload_fraction zero_init",
     },
 }  # fmt: skip
 _FORMS = {

@@ -145,7 +145,8 @@ CONVENTIONS: dict[str, Published] = {
         "KempnerForge", Widths(parameter=2, gradient=2, wire=4, master=0, states=4), unit_gradient=6.0,
         gathers_apart=True, whole_in_accumulation=True, workspace=32 * MIB,
         activations=ActivationRule(
-            repeated_heads=True, activation_output=True, whole_logits=True, logits_apart=2.0, source="KempnerForge of 2026",
+            repeated_heads=True, activation_output=True, whole_logits=True, logits_apart=2.0,
+            source="KempnerForge of 2026",
         ),
         source="KempnerForge of 2026: fully_shard of a model in bf16",
     ),

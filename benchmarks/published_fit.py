@@ -37,8 +37,8 @@ RANGES = {
     "products": (0.7, 0.05, 1.0), "links": (0.7, 0.02, 1.0), "memory": (0.8, 0.1, 1.0), "host": (0.5, 0.05, 1.0),
     "step": (0.03, 0.001, 0.5), "block": (0.003, 0.0001, 0.2),
 }  # fmt: skip
-# What is expected before there are rows, of logarithms: a constant is near its first value, and rows scatter. A few rows
-# then move a constant only as far as they say something about it.
+# What is expected before there are rows, of logarithms: a constant is near its first value, and rows scatter. A few
+# rows then move a constant only as far as they say something about it.
 EXPECTED, SCATTER = 0.5, 0.05
 EXPECTED_WIDE = 1.5  # of links, hosts and programs, which differ more than devices do
 DEVICE = ("products", "memory")
@@ -90,7 +90,10 @@ def fit(samples: Sequence[TimedRow], names: tuple[str, str]) -> Constants:
         out = ((logs >= high) & (change > 0)) | ((logs <= low) & (change < 0))
         if out.any():  # a constant at its bound stays there, and the other one is solved for alone
             change = _least_squares(slopes * ~out, now, pulls, (logs - first) * ~out)
-        tries = [torch.clamp(logs + part * change.clamp(-FARTHEST, FARTHEST), low, high) for part in (1.0, 0.4, 0.1)]
+        # Far from the best constants a step of both may be wrong where one of each alone is not.
+        alone = [torch.linalg.vecdot(slope, -now) / slope.square().sum().clamp(min=1e-9) for slope in slopes.T]
+        moves = [part * change for part in (1.0, 0.4, 0.1)] + [*torch.diag(torch.stack(alone))]
+        tries = [torch.clamp(logs + move.clamp(-FARTHEST, FARTHEST), low, high) for move in moves]
         better = next((one for one in tries if loss(one) < loss(logs) * (1 - 1e-5)), None)
         if better is None:
             break
@@ -98,9 +101,7 @@ def fit(samples: Sequence[TimedRow], names: tuple[str, str]) -> Constants:
     return constants(logs)
 
 
-def _least_squares(
-    slopes: torch.Tensor, errors: torch.Tensor, pulls: torch.Tensor, away: torch.Tensor
-) -> torch.Tensor:
+def _least_squares(slopes: torch.Tensor, errors: torch.Tensor, pulls: torch.Tensor, away: torch.Tensor) -> torch.Tensor:
     """Return the change of the constants, which ``pulls`` draw back from where they are ``away`` from the first."""
     change: torch.Tensor = torch.linalg.solve(slopes.T @ slopes + torch.diag(pulls), -slopes.T @ errors - pulls * away)
     return change

@@ -168,11 +168,13 @@ def measured_layout(row: PublishedRow) -> tuple[TransformerCost, ParallelLayout,
         if row.layout.get("recompute") is None:
             layout = replace(layout, recompute=Recompute.SELECTIVE)
         year = _year_of(row)
+        if "fp4" in str(row.layout.get("precision")):
+            raise UnjudgedError("the row does not say what is kept in 4 bits")
         if year >= 26:
             rule = replace(rule, last_product=False)
-        if year >= 25:
             convention = replace(convention, root_units=1 if shape.tied else 2)
-            rule = replace(rule, **COMPILED_LOSS) if row.layout.get("compile") else rule
+        if year >= 25 and row.layout.get("compile"):
+            rule = replace(rule, **COMPILED_LOSS)
     elif convention.name == "KempnerForge" and row.layout.get("compile"):
         rule = replace(rule, **COMPILED_LOSS)
         rule = replace(rule, logits_backward=rule.logits_backward + (rule.logits_apart if layout.tensor > 1 else 0.0))

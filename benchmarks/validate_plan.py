@@ -37,7 +37,7 @@ IN_SHORT = {
     "memory of model states": (
         "states_gb_per_gpu", "states_gib_per_gpu", "states_gib", "states_mib", "host_gib_per_node",
     ),
-    "peak memory that a device allocates": ("memory_gib",),
+    "peak memory that a device allocates": ("memory_gib", "memory_gb", "peak_allocated_gb", "peak_allocated_gib"),
     "peak memory that the allocator reserves": ("reserved_gib",),
     "step time, throughput, FLOP/s": TIMES,
 }  # fmt: skip
@@ -177,8 +177,9 @@ This page compares the predictions of `zeromesh plan` with published measurement
   [Calibration by GPU](#calibration-by-gpu). All other tables show how well the model of a step fits each framework:
   their predictions of time use two constants for each GPU and source. They are fitted to one half of the source's
   rows. Errors are those of the other half.
-- Mixtures of experts are not judged: the sources do not give the sizes of the experts, nor how evenly tokens were
-  distributed. `zeromesh plan` traces such models from their configurations instead.
+- Mixtures of experts are judged where the row or the table of models gives their sizes. They have constants of their
+  own: the speed of products, and the seconds beside kernels of a block with experts. Tokens are taken to be distributed
+  evenly, unless a row says that routing is real; then the busiest rank gets 1.3 times the mean, as for `zeromesh plan`.
 
 """
 

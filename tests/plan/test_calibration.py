@@ -1,9 +1,10 @@
 """Calibration of times by measured steps, and layouts that are safe or tight."""
 
+import random
 import re
 from dataclasses import replace
 from io import StringIO
-from math import inf
+from math import exp, inf
 from statistics import median
 
 import pytest
@@ -20,12 +21,16 @@ from zeromesh.apps.plan.cost.models import shape_named
 from zeromesh.apps.plan.cost.shape import TransformerCost
 from zeromesh.apps.plan.machine.calibration import (
     NODE,
+    NODES,
     ONE,
+    Spread,
+    by_source,
     calibrated,
     calibration_of,
     calibration_on,
     quantile,
     reserved_margin,
+    spread_of,
     table,
 )
 from zeromesh.apps.plan.machine.presets import cluster, find_device
@@ -34,19 +39,46 @@ from zeromesh.apps.plan.predict.lower_bounds import TimeBound
 from zeromesh.apps.plan.predict.time import time_of
 from zeromesh.base.progress import SearchBar
 
-RATIOS = [1.0 + 0.1 * n for n in range(9)]
+SPREAD = Spread(between=0.2, within=0.1)
 
 
-def test_the_factor_is_the_median_and_eight_of_ten_further_rows_are_in_the_interval() -> None:
-    found = calibration_of(RATIOS, ("gpu",))
-    assert found.factor == pytest.approx(1.4)
-    assert (found.low * 1.4, found.high * 1.4) == pytest.approx((1.0, 1.8))  # of nine rows: a tenth lies beyond each
-    assert quantile(RATIOS, 0.5) == pytest.approx(median(RATIOS))
+def test_the_factor_is_the_median_of_the_sources_and_each_counts_once() -> None:
+    rows = {"many": [1.0] * 9, "few": [1.4, 1.6], "one": [2.0]}
+    found = calibration_of(rows, SPREAD, ("gpu",))
+    assert (found.factor, found.rows) == (pytest.approx(1.5), 12)
 
 
-def test_few_rows_have_a_wider_interval() -> None:
-    found = calibration_of([1.0, 1.2])
-    assert (found.low * 1.1, found.high * 1.1) == pytest.approx((0.85, 1.2 * 1.15))
+def test_eight_of_ten_further_sources_are_in_the_interval() -> None:
+    generator = random.Random(0)
+    inside = 0
+    for _ in range(2000):
+        middle = [generator.gauss(0, SPREAD.between) for _ in range(4)]
+        logs = [[m + generator.gauss(0, SPREAD.within) for _ in range(9)] for m in middle]
+        further = exp(logs.pop()[0])
+        found = calibration_of({str(n): [*map(exp, rows)] for n, rows in enumerate(logs)}, SPREAD)
+        inside += found.factor * found.low <= further <= found.factor * found.high
+    assert 0.76 < inside / 2000 < 0.84
+
+
+def test_fewer_sources_have_a_wider_interval_and_more_rows_of_one_do_not_narrow_it() -> None:
+    one, many, two = (
+        calibration_of(rows, SPREAD) for rows in ({"a": [1.0]}, {"a": [1.0] * 50}, {"a": [1.0], "b": [1.0]})
+    )
+    assert one.high == many.high > two.high > 1.0
+    assert one.low == pytest.approx(1 / one.high)
+
+
+def test_a_spread_tells_sources_from_the_rows_of_one() -> None:
+    assert [*spread_of([{"a": [1.0, 1.0], "b": [exp(0.2), exp(0.2)]}])] == pytest.approx([0.2 / 2**0.5, 0.0])
+    assert spread_of([{"a": [1.0, exp(0.2)]}]).within == pytest.approx(0.2 / 2**0.5, abs=1e-3)
+    assert quantile([1.0, 1.2, 1.4], 0.5) == pytest.approx(1.2)
+
+
+def test_mixtures_have_rows_of_their_own() -> None:
+    dense, mixture = (calibrated(find_device("h100"), NODES, experts) for experts in (False, True))
+    assert dense != mixture
+    assert mixture.high > dense.high  # sources of mixtures differ more
+    assert calibrated(find_device("a100-80gb"), NODE, True) == calibrated(find_device("a100-80gb"), NODE)
 
 
 def test_a_gpu_has_the_rows_of_its_family_and_of_the_nearest_kind_of_run() -> None:
@@ -64,7 +96,9 @@ def test_all_times_of_a_step_are_calibrated_and_bounds_with_them() -> None:
     layout = ParallelLayout(data=8, accumulation=2)
     plain, step = (time_of(source, 1024, layout, on, habits=habits, intervals=True) for habits in (Habits(), None))
     factor = calibration_on(on).factor
-    assert factor == median(ratio for rows in table()["families"]["H100"][NODE].values() for ratio in rows) > 1.2
+    rows = by_source(table()["families"]["H100"][NODE])
+    assert factor == pytest.approx(median(map(median, rows.values())))
+    assert factor > 1.2
     assert step.seconds == pytest.approx(factor * plain.seconds)
     assert step.waits["compute"] == pytest.approx(factor * plain.waits["compute"])
     assert max(part.end for part in step.intervals) == pytest.approx(factor * max(part.end for part in plain.intervals))

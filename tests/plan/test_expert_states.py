@@ -36,7 +36,7 @@ def mixtral() -> Any:
 
 
 def config_of(stage: int, steps: int, expert: int) -> dict[str, Any]:
-    base = configuration(micro=1, accumulation=steps, zero={"stage": stage}, bf16=True, units=["MixtralDecoderLayer"])
+    base = configuration(micro=1, accumulation=steps, zero={"stage": stage}, bf16=True)
     return base | ADAMW | {"mesh": {"expert": expert}}
 
 
@@ -47,7 +47,8 @@ def allocated(config: dict[str, Any]) -> tuple[dict[tuple[str, str], int], dict[
     torch.manual_seed(0)
     engine = zeromesh.initialize(model=AutoModelForCausalLM.from_config(mixtral()), config=config)[0]
     for _ in range(config["gradient_accumulation_steps"]):
-        train_step(engine, engine(torch.arange(16).view(1, 16)))
+        tokens = torch.arange(16).view(1, 16)
+        train_step(engine, engine(input_ids=tokens, labels=tokens).loss)
     report = engine.memory_report()
     found = {
         (state, tier): size
@@ -55,10 +56,15 @@ def allocated(config: dict[str, Any]) -> tuple[dict[tuple[str, str], int], dict[
         for tier, size in report[state].items()
         if size
     }
-    # Numbers of steps are not in the plan.
-    for parameter in engine.optimizer.state:
-        values = engine.optimizer.state[parameter].values()
+    # Numbers of steps, one for each parameter, are not in the plan.
+    parameters = {id(piece.parameter): piece.parameter for flat in engine.sharded.flats for *_, piece in flat.pieces}
+    for parameter in parameters.values():
+        values = engine.optimizer.state.get(parameter, {}).values()
         found["optimizer", "device"] -= sum(v.nbytes for v in values if isinstance(v, torch.Tensor) and not v.ndim)
+    # A parameter may end in the middle of a shard: ranks have as many states on average.
+    states = torch.tensor(float(found["optimizer", "device"]))
+    torch.distributed.all_reduce(states)
+    found["optimizer", "device"] = int(states) // engine.mesh.world_size
     layout = sizes.StateLayout(row=ROWS[config["zero_optimization"]["stage"]])
     planned = reports.planned_states(engine.sharded, layout, sizes.TableLayout())
     sums = engine.mesh.shard.sums

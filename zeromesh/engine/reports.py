@@ -160,8 +160,8 @@ def planned_states(
         for unit in sharded.units:
             layouts = [flat.layout for flat in unit.flats if flat.layout.trainable in trained]
             single = len(layouts) == 1 and layouts[0].whole
-            # Units of experts have groups of their own.
-            shards = max((flat.group.size for flat in unit.flats), default=0) * sharing.ranks // mesh.shard.size
+            shards = max((flat.group.size for flat in unit.flats if unit.has_experts), default=0)
+            shards = shards * sharing.ranks // mesh.shard.size
             units.append(sizes.UnitElements(sum(part.elements for part in layouts), 1, single, ranks=shards))
         return sizes.state_sizes(units, replace(layout, widths=widths), sharing)
 

@@ -33,10 +33,11 @@ from zeromesh.shard.parameters.flat_exchange import join
 from zeromesh.shard.parameters.model_buffers import ModelBuffers
 from zeromesh.shard.parameters.narrow import share_scales
 from zeromesh.shard.parameters.residency import Residency
-from zeromesh.shard.parameters.slots import Pool, largest
+from zeromesh.shard.parameters.slots import Pool
 from zeromesh.shard.parameters.unit import State, Unit
 from zeromesh.shard.parameters.use_order import Order
 from zeromesh.shard.place_units import ModelPart, Sharding, lay_out, make_units
+from zeromesh.shard.sizes import slots_of
 from zeromesh.shard.store.budget import MemoryBudget, Prepare
 from zeromesh.shard.store.early import EarlyUpdates, HostUpdate, can_begin_early
 from zeromesh.shard.store.host_update import HostUpdates, pieces_on_host
@@ -116,8 +117,10 @@ class ShardedModel:
         self.host_updates = HostUpdates(self.store, self.link, row.pinned)
         if self.store.early:
             self.reducer.listen(self.early.is_whole)
-        sizes = [unit.nbytes for unit in rest] if self.sharded else []
-        self.pool = Pool(largest(sizes, slots.parameter or 2), mesh.device, lent=True)
+        places = rest if self.sharded else []
+        parts = [[(float(unit.nbytes), 1) for unit in places if unit.has_experts is part] for part in (False, True)]
+        sizes = slots_of(parts, slots.parameter or 2)
+        self.pool = Pool([int(size) for size, number in sizes for _ in range(number)], mesh.device, lent=True)
         self.root_pool = Pool([self.root.nbytes] if self.sharded else [], mesh.device, lent=True)
         self._order = Order([unit for unit in rest if unit.flats])
         # Filled below: guards call events, which call residency, which calls guards.

@@ -62,7 +62,7 @@ class UnitElements(NamedTuple):
     single: bool = False  # they are one parameter's, without padding
     frozen: float = 0.0  # bytes of parameters without gradients
     whole: float = 0.0  # bytes beside those, on every rank
-    ranks: int = 0  # over which its states are sharded; 0: those that share the others'
+    ranks: int = 0  # of experts, inside a block: over which their states are sharded; 0: it is no unit of experts
 
 
 class GradientBuffers(NamedTuple):
@@ -150,8 +150,8 @@ def state_sizes(units: Sequence[UnitElements], layout: StateLayout, sharing: Sha
     stored: list[tuple[float, int]] = []
     loaded = 0.0  # bytes of the largest master of several windows, which is in memory as a whole at the start
     sizes = []
-    for unit, own_row in _rows([u._replace(ranks=u.ranks or sharing.ranks) for u in units], row, sharing.accumulates):
-        ranks = unit.ranks
+    for unit, own_row in _rows(units, row, sharing.accumulates):
+        ranks = unit.ranks or sharing.ranks
         count, size = unit.number, padded(unit.size, widths.parameter, ranks)
         sizes.append((unit._replace(size=size), own_row))
         shard_size = unit.size / ranks if row.optimizer is Placement.SHARDED else unit.size
@@ -176,7 +176,12 @@ def state_sizes(units: Sequence[UnitElements], layout: StateLayout, sharing: Sha
     stored += place_frozen(resting, units, row, sharing.ranks)
     if any(_splits(own_row, widths) for _, own_row in sizes):
         # One split master at a time is joined in memory of its own, during the update.
-        add_size(resting, "slot", Tier.HOST, max(unit.size / unit.ranks for unit, _ in sizes) * widths.master)
+        add_size(
+            resting,
+            "slot",
+            Tier.HOST,
+            max(unit.size / (unit.ranks or sharing.ranks) for unit, _ in sizes) * widths.master,
+        )
     for blocks, buffers in ((files, STATE_BUFFERS), (stored, PARAMETER_BUFFERS)):
         add_size(resting, "slot", Tier.HOST, bytes_of(largest(blocks, buffers)))
     add_size(resting, "slot", Tier.HOST, loaded)
@@ -187,12 +192,13 @@ def state_sizes(units: Sequence[UnitElements], layout: StateLayout, sharing: Sha
             (padded(u.size, widths.parameter, u.ranks or sharing.ranks) * widths.parameter + u.frozen, u.number)
             for u in units
         ]
-        outside, blocks = full[0][0], full[1:]
-        gathered = bytes_of(largest(blocks, layout.parameter_slots)) + outside
-        spare = gathered - bytes_of(largest(blocks, 1)) - outside
+        outside, pairs = full[0][0], [*zip(full[1:], units[1:], strict=True)]
+        parts = [[size for size, unit in pairs if (unit.ranks > 0) is experts] for experts in (False, True)]
+        gathered = bytes_of(slots_of(parts, layout.parameter_slots)) + outside
+        spare = gathered - bytes_of(slots_of(parts, 1)) - outside
     working, lent = _place_gradients(resting, sizes, layout, sharing)
     here = [
-        (unit.size / (unit.ranks if row.optimizer is Placement.SHARDED else 1), unit.number)
+        (unit.size / ((unit.ranks or sharing.ranks) if row.optimizer is Placement.SHARDED else 1), unit.number)
         for unit, own_row in sizes
         if own_row.optimizer_tier is Tier.DEVICE
     ]
@@ -270,22 +276,24 @@ def _place_gradients(
     width = widths.wire if rules.narrow else widths.gradient
     alone = ranks * replicate == 1 and not accumulates
     for unit, own_row in units:
-        size, count = unit.size, unit.number
-        tier, shard_size = own_row.gradient_tier, size / unit.ranks if owned else size
+        size, count, shards = unit.size, unit.number, unit.ranks or ranks
+        tier, shard_size = own_row.gradient_tier, size / shards if owned else size
         in_full = tier is Tier.DEVICE and width == widths.gradient and not sharded
         resting_width = width if tier is not Tier.DEVICE and alone and width <= widths.gradient else widths.gradient
         add_size(resting, "gradient", tier, 0.0 if in_full else shard_size * resting_width * count)
     adopts = width == widths.parameter
     gradients = [
         full_gradient(
-            (unit.size, unit.size / unit.ranks, unit.size / unit.ranks * sums.buffers(unit.ranks)),
+            (unit.size, unit.size / shards, unit.size / shards * sums.buffers(shards)),
             (width, widths.wire, widths.gradient),
-            converts=unit.ranks > 1 and width != widths.wire,
-            lands=unit.ranks > 1 and own_row.gradient_tier is not Tier.DEVICE,
+            converts=shards > 1 and width != widths.wire,
+            lands=shards > 1 and own_row.gradient_tier is not Tier.DEVICE,
             adopted=adopts and unit.single,
             number=unit.number,
+            experts=unit.ranks > 0,
         )
         for unit, own_row in units
+        for shards in (unit.ranks or ranks,)
     ]
     pools = gradient_pools(gradients, rules)
     full = bytes_of(pools.slots) + bytes_of(pools.adopted)
@@ -330,6 +338,7 @@ class FullGradient(NamedTuple):
     receive: float  # other ranks' parts
     landing: float  # a sum on its way to the host; 0 where it stays on the device
     number: int = 1
+    experts: bool = False  # it arrives while that of the block around them does
 
 
 def full_gradient(
@@ -339,6 +348,7 @@ def full_gradient(
     lands: bool,
     adopted: bool,
     number: int = 1,
+    experts: bool = False,
 ) -> FullGradient:
     """Return the bytes of a gradient, of elements of the unit, of a shard and of parts that are received."""
     (full, shard, received), (width, wire, shard_width) = elements, widths  # the widths: whole, sent, and of sums
@@ -349,6 +359,7 @@ def full_gradient(
         received * wire,
         shard * shard_width if lands else 0,
         number,
+        experts,
     )
 
 
@@ -390,8 +401,9 @@ def gradient_pools(gradients: Iterable[FullGradient], rules: PoolRules) -> Gradi
     members = [*gradients]
     number = sum(gradient.number for gradient in members)
     count, limit = rules.count(number), rules.limit(number)
+    parts = [[(m.full, m.number) for m in members if not m.adopted and m.experts is part] for part in (False, True)]
     return GradientPools(
-        slots=largest(((each.full, each.number) for each in members if not each.adopted), count),
+        slots=slots_of(parts, count),
         adopted=largest(
             ((each.full, each.number) for each in members if each.adopted), limit if rules.sharded else number
         ),
@@ -400,6 +412,11 @@ def gradient_pools(gradients: Iterable[FullGradient], rules: PoolRules) -> Gradi
         receives=largest(((each.receive, each.number) for each in members), limit),
         landings=largest(((each.landing, each.number) for each in members), limit),
     )
+
+
+def slots_of(parts: Iterable[Iterable[tuple[float, int]]], count: int) -> Sizes:
+    """Return slots for ``count`` units at a time: of blocks, and as many of the experts that are used inside them."""
+    return [slot for part in parts for slot in largest(part, count)]
 
 
 def largest(sizes: Iterable[tuple[float, int]], count: int) -> Sizes:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from zeromesh.base.axes import AXES
 from zeromesh.base.placement import Tier
 from zeromesh.base.spans import span
 from zeromesh.comm.collectives import Group
@@ -76,6 +77,7 @@ class GradientMemory:
             converts=self.converts(gradient),
             lands=gradient.tier is not Tier.DEVICE and group.size > 1,
             adopted=gradient.in_place,
+            experts=AXES[layout.axis].folded,
         )
 
     def _group(self, gradient: Gradient) -> Group:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from zeromesh.base.axes import AXES
 from zeromesh.base.placement import Placement, PlacementRow
 from zeromesh.base.spans import span
 from zeromesh.comm.collectives import Pending
@@ -53,6 +54,11 @@ class Unit:
         self.sharded = False
         self.slot: Slot | None = None
         self._pending: list[Pending] = []
+
+    @property
+    def has_experts(self) -> bool:
+        """True for experts, which are used inside of another unit."""
+        return any(AXES[flat.layout.axis].folded for flat in self.flats)
 
     def __repr__(self) -> str:
         return f"unit {self.name or '(root)'!r}"

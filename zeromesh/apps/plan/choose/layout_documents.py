@@ -70,8 +70,8 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
             an axis whose costs are not known.
     """
     sizes = settings.resolve_mesh(world_size)
-    known = {axis: size for axis, size in sizes.items() if hasattr(ParallelLayout, axis)}
-    for axis in sizes.keys() - known.keys():
+    axes = {axis: size for axis, size in sizes.items() if hasattr(ParallelLayout, axis)}
+    for axis in sizes.keys() - axes.keys():
         if sizes[axis] > 1:
             raise ValueError(f"mesh.{axis} is {sizes[axis]}, and the planner does not know what it costs; set it to 1")
     resolved = settings.resolve(data_size(sizes), sizes)
@@ -84,7 +84,7 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
     least = SCHEDULES[name].chunks[0] if name in SCHEDULES else 1
     costs = settings.pipeline.costs if sizes["pipeline"] > 1 else None
     layout = ParallelLayout(
-        **known,
+        **axes,
         row=settings.row,
         micro_batch=resolved.train_micro_batch_size_per_gpu,
         accumulation=resolved.gradient_accumulation_steps,

@@ -4,8 +4,8 @@
 devices, GPU and source; ``benchmarks/calibrate_plan.py`` writes it from ``benchmarks/published-rows.json``. The time of
 a step is multiplied by the median of the sources' medians. Rows of one source are alike, and a further run is of
 another source: the interval, in which eight of ten further runs are expected, is that of a normal distribution of
-logarithms with the spread of the sources and that of the rows of one source, which all families of dense models have in common,
-and all of mixtures.
+logarithms with the spread of the sources and that of the rows of one source, which all families of dense models have in
+common, and all of mixtures.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def by_source(rows: Mapping[str, Ratios]) -> Ratios:
 def calibration_on(machine: Machine, ranks: int | None = None, experts: bool = False) -> Calibration:
     """Return the calibration of a run on a machine: that of the kind of device that slows most."""
     kind = kind_of(machine, machine.devices if ranks is None else ranks)
-    found = (calibrated(node.device, kind, experts) for node, _ in machine.nodes)
-    return max(found, key=lambda calibration: calibration.factor)
+    calibrations = (calibrated(node.device, kind, experts) for node, _ in machine.nodes)
+    return max(calibrations, key=lambda calibration: calibration.factor)
 
 
 def reserved_margin() -> float:

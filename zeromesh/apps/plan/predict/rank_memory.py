@@ -118,6 +118,7 @@ class _Profile(NamedTuple):
     block: bool
     parameters: float  # elements with gradients, without those of experts
     experts: float  # elements of a unit of experts inside of it
+    expert: float  # elements of one of them
     frozen: float  # bytes of others that rest, and are gathered, with them
     stays: float  # of those, the root's
     replicated: float  # bytes of them on every rank
@@ -178,6 +179,7 @@ def _profile(unit: UnitCost, layout: ParallelLayout) -> _Profile:
         unit.block,
         parameters,
         experts,
+        experts * layout.expert / unit.experts.number if unit.experts else 0.0,
         unit.frozen.sharded.on(tensor),
         unit.frozen.resident.on(tensor),
         unit.frozen.whole,
@@ -269,7 +271,7 @@ class _Rank:
         self.on_device = {state: size for (state, tier), size in states.resting.items() if tier == "device"}
         blocks = [unit for runs in chunks for unit, _ in runs if unit.block]
         self.largest_output = max((unit.output for unit in blocks), default=0.0)
-        self.largest_block = max((unit.parameters + unit.experts for unit in blocks), default=0.0)
+        self.largest_block = max((unit.parameters + unit.expert for unit in blocks), default=0.0)  # with shapes once
         self.left = 0.0  # elements of gradients that rest where autograd left them, until the update
         if states.buffers is not None and states.buffers.adopts and not states.buffers.sharded:
             self.left = sum(_own(unit) * count for runs in chunks for unit, count in runs if unit.single)
@@ -420,8 +422,8 @@ class _FullGradients:
 
     def begin(self, unit: _Profile) -> None:
         """Note that the first gradient of a unit has been accumulated."""
-        own = (_own(unit) > 0 and not self.adopts(unit)) + (unit.experts > 0)
-        self.opened += own + (unit.resident > 0 and not self.root)
+        units = (_own(unit) > 0 and not self.adopts(unit)) + (unit.experts > 0)
+        self.opened += units + (unit.resident > 0 and not self.root)
         self.root |= unit.resident > 0
 
     def end(self, unit: _Profile, times: int) -> None:
