@@ -169,9 +169,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("empty", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+CASES = [(name, empty, again) for name in MODELS for empty in (False, True) for again in (False, True)]
+QUICK = [("loop", True, True), ("mixture", False, False), ("flat", False, True), ("sorted", True, False)]
+
+
+@pytest.mark.parametrize(
+    ("name", "empty", "recomputed"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.full) for case in CASES],
+)
 @on_ranks(2)
 def test_outputs_and_gradients_are_those_of_one_process(name: str, empty: bool, recomputed: bool) -> None:
     make, shape = MODELS[name]
@@ -212,7 +217,7 @@ def test_a_block_runs_once_as_far_as_anybody_can_see() -> None:
     assert seen == ["gate", "expert", "block"] * 4
 
 
-@pytest.mark.parametrize("name", ["loop", "flat", "sorted"])
+@pytest.mark.parametrize("name", ["loop", *(pytest.param(name, marks=pytest.mark.full) for name in ("flat", "sorted"))])
 @on_ranks(2)
 def test_a_copy_computes_with_its_own_experts(name: str) -> None:
     model = build(MODELS[name][0]).eval()
@@ -257,7 +262,9 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in ("chain", "draws") else pytest.mark.full) for kind in ODD]
+)
 @on_ranks(2)
 def test_what_cannot_be_shared_is_refused(kind: str) -> None:
     model = build(lambda: Odd(kind))
