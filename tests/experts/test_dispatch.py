@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from harness import on_ranks, run_ranks
+from harness import on_ranks, run_ranks, spawn_ranks
 from zeromesh import Mesh
+from zeromesh.comm import watchdog
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.traffic import Traffic
 from zeromesh.parallel.expert.dispatch import Choice, RowExchange
@@ -83,10 +84,10 @@ def data_group() -> tuple[Mesh, Group]:
     return mesh, mesh.group("data")
 
 
-def shared(group: Group, tag: int = 40, **rest: Any) -> tuple[Experts, RoutedExperts]:
+def shared(group: Group, tag: int = 40, name: str = "moe", **rest: Any) -> tuple[Experts, RoutedExperts]:
     local = EXPERTS // group.size
     module = Experts(group.rank * local, (group.rank + 1) * local, rest.get("beyond", 0))
-    return module, RoutedExperts(module, RowExchange(group, tag, "moe"), EXPERTS, **rest)
+    return module, RoutedExperts(module, RowExchange(group, tag, name), EXPERTS, **rest)
 
 
 def on_a_rank(case: str) -> dict[str, Any]:
@@ -98,12 +99,10 @@ def on_a_rank(case: str) -> dict[str, Any]:
     sent, calls = mesh.traffic.bytes["all_to_all", "data"], mesh.traffic.calls["all_to_all", "data"]
     tensors = (hidden, weights, module.up, module.down)
     gradients = torch.autograd.grad(y, tensors, upstream(case, group.rank), allow_unused=False)
-    return {
-        "y": y.detach(),
-        "gradients": gradients,
-        "sent": sent,
-        "back": mesh.traffic.bytes["all_to_all", "data"] - sent,
-    }
+    assert calls == 2, "once there and once back"
+    assert mesh.traffic.calls["all_to_all", "data"] == 4
+    back = mesh.traffic.bytes["all_to_all", "data"] - sent
+    return {"y": y.detach(), "gradients": gradients, "sent": sent, "back": back}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -277,3 +276,41 @@ def test_grouped_products_are_those_of_transformers_and_the_same_bits_in_every_r
     torch.testing.assert_close(first, again, rtol=0, atol=0)
     torch.testing.assert_close(first, eager)
     assert not first[3][1::2].any()
+
+
+def in_another_order(what: str) -> None:
+    watchdog.PATIENCE = 1.0
+    _, group = data_group()
+    layers = [shared(group, tag, name=name)[1] for tag, name in ((40, "layers.0"), (43, "layers.1"))]
+    inputs_here = inputs("any", group.rank)
+    if what == "layers":
+        layers[group.rank](*inputs_here)
+        return
+    y = layers[0](*inputs_here)
+    if group.rank == 0:
+        y.sum().backward()
+    else:
+        layers[1](*inputs_here)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("what", "waits"),
+    [("layers", "numbers of rows for experts 'layers.0'"), ("backward", "results of experts 'layers.0'")],
+)
+def test_ranks_at_different_experts_end_and_say_at_which(what: str, waits: str) -> None:
+    outcomes = spawn_ranks(in_another_order, 2, what, timeout=40)
+    said = " ".join("".join(outcome.output for outcome in outcomes).split())
+    assert all(outcome.kind == "died" for outcome in outcomes), outcomes
+    assert waits in said
+    assert "numbers of rows for experts 'layers.1'" in said
+    assert "rank 1 waits" in said
+
+
+@on_ranks(2)
+def test_ranks_at_different_experts_are_refused_where_a_backend_ignores_tags() -> None:
+    _, group = data_group()
+    exchange = [RowExchange(group, tag, name) for tag, name in ((40, "layers.0"), (43, "layers.1"))][group.rank]
+    group.exchange = lambda vector, tag: Group.exchange(group, vector, 39)
+    with pytest.raises(ValueError, match=r"rank 0 is at numbers of rows for experts 'layers.0'.*rank 1 .*'layers.1'"):
+        exchange.counts(torch.ones(2, 1, dtype=torch.int64))

@@ -16,6 +16,8 @@ from torch import nn
 
 from zeromesh.base.split import Held
 from zeromesh.comm.mesh import Mesh
+from zeromesh.parallel.activation.choices import add_router, keep_choices
+from zeromesh.parallel.expert.adapted import take_part
 from zeromesh.parallel.expert.contract import Contract
 from zeromesh.parallel.expert.dispatch import RowExchange
 from zeromesh.parallel.expert.forms import Experts
@@ -51,14 +53,19 @@ def apply(model: nn.Module, mesh: Mesh, experts: Sequence[Experts]) -> None:
         exchange = RowExchange(mesh.group("expert"), tag, item.name)
         for (inner, attribute), value in item.sizes.items():
             setattr(item.module.get_submodule(inner), attribute, value)
+        take_part(item.module, mesh.group("expert").rank, mesh.group("expert").size)
         draws = lines is not None and drops(item.module)
         streams = RandomStreams(mesh.device, mesh.group("tensor").rank) if draws else None
         sharing = ExpertSharing(exchange, item.count, lines, tag + RowExchange.TAGS, streams)
         SHARES[item.contract](model, item, sharing)
+        add_router(item.module)
+    keep_choices(model)
 
 
 def _share_routed(model: nn.Module, item: Experts, sharing: ExpertSharing) -> None:
-    shared = RoutedExperts(item.module, sharing.exchange, item.count, item.beyond, sharing.lines, sharing.tag)
+    shared = RoutedExperts(
+        item.module, sharing.exchange, item.count, item.beyond, sharing.lines, sharing.tag, item.choices
+    )
     # A partial function, which a copy of the model copies with all that it has.
     replace_forward(item.module, partial(torch.compiler.disable(_routed), shared, sharing.streams))
 

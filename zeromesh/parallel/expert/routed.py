@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from zeromesh.comm.collectives import Group
+from zeromesh.parallel.activation.choices import same_choice
+from zeromesh.parallel.expert.adapted import inner_forward
 from zeromesh.parallel.expert.dispatch import Choice, RowExchange
 from zeromesh.parallel.tensor.operators import move
 
@@ -36,6 +38,7 @@ class RoutedExperts:
         beyond: number of experts without parameters that come after them; each rank computes these itself.
         lines: ranks that are given the same tokens, of which each sends its part; None if no others are.
         tag: first of ``TAGS`` tags on ``lines``.
+        choices: smallest ``K`` that the module's own forward can be called with.
     """
 
     TAGS = 3
@@ -48,13 +51,14 @@ class RoutedExperts:
         beyond: int = 0,
         lines: Group | None = None,
         tag: int = 0,
+        choices: int = 1,
     ) -> None:
         self._module, self._exchange, self._beyond = module, exchange, beyond
         self._local = count // exchange.group.size
         self._count = count
-        self._lines, self._tag = lines, tag
+        self._lines, self._tag, self._choices = lines, tag, choices
         self._forward = module.forward
-        self._signature = inspect.signature(self._forward)
+        self._signature = inspect.signature(inner_forward(module))
         if lines is not None:
             purposes = (f"{what} of experts {exchange.name!r}" for what in ("choices", "inputs", "weights"))
             lines.purposes.update(zip(range(tag, tag + self.TAGS), purposes, strict=True))
@@ -69,15 +73,21 @@ class RoutedExperts:
             ValueError: other arguments, or ranks that are given the same tokens choose different experts for them.
         """
         hidden, index, weights = self._arguments(*args, **kwargs)
+        hidden = same_choice(hidden, index, self._exchange.name)
         shape, width = hidden.shape, index.shape[-1]
-        hidden, index, weights = hidden.reshape(-1, shape[-1]), index.reshape(-1, width), weights.reshape(-1, width)
+        hidden, index, weights = (
+            hidden.reshape(-1, shape[-1]),
+            index.reshape(-1, width).long(),
+            weights.reshape(-1, width),
+        )
         if self._lines is None:
             return self._shared(hidden, index, weights).view(shape)
         return self._in_parts(self._lines, hidden, index, weights).view(shape)
 
     def _arguments(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
         values = tuple(self._signature.bind(*args, **kwargs).arguments.values())
-        if len(values) != 3 or values[1].is_floating_point() or values[1].shape != values[2].shape:
+        tensors = len(values) == 3 and all(isinstance(value, Tensor) for value in values)
+        if not tensors or values[1].is_floating_point() or values[1].shape != values[2].shape:
             shapes = ", ".join(
                 str(tuple(value.shape)) if isinstance(value, Tensor) else repr(value) for value in values
             )
@@ -139,7 +149,9 @@ class RoutedExperts:
         if (grouped := _grouped_product(self._module, self._forward)) is not None:
             results = _grouped_forward(self._module, inputs, experts, self._local, grouped)
         else:
-            results = self._forward(inputs, experts[:, None], factors.new_ones(pairs, 1)).reshape(pairs, -1)
+            ones = factors.new_zeros(pairs, self._choices)
+            ones[:, 0] = 1
+            results = self._forward(inputs, experts[:, None].expand_as(ones), ones).reshape(pairs, -1)
         return choice.add_up(results * factors[:, None]).to(rows.dtype)
 
 
