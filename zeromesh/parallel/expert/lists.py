@@ -184,7 +184,7 @@ class ListedExperts:
         results = compute_at_owners(rows, table, sharing, chain, self._compute_here)
         parts = _Parts.apply(results, [x.shape[:-1].numel() for x in inputs])  # type: ignore[no-untyped-call]
         shaped = (part.view(*x.shape[:-1], part.shape[-1]) for x, part in zip(inputs, parts, strict=True))
-        run.results = [y for _, y in sorted(zip(order, shaped, strict=True), key=itemgetter(0))]
+        run.results.extend(y for _, y in sorted(zip(order, shaped, strict=True), key=itemgetter(0)))
 
     def _compute_here(self, arrived: Tensor, senders: list[list[Entry]]) -> Tensor:
         """Return the results of the rows that have arrived. An expert that no rank has called is not called."""
