@@ -164,7 +164,7 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randn(2, 6, WIDTH, generator=generator, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in (1, 2)), 3])
 @on_ranks(2)
 def test_training_with_ep_size_is_that_of_one_process(stage: int) -> None:
     plain, model = built(), built(ep_size=2)

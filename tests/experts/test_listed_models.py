@@ -115,6 +115,8 @@ def plain(name: str, shares: int) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def check(name: str, stage: int, mesh: dict[str, int], **sections: Any) -> None:
+    # Parts of Llama 4 compute in fp32, whose roundings differ where its layers are split.
+    bound = 1e-6 if name == "llama4" and "tensor" in mesh else 1e-9
     model = build(name)
     engine = run.start_engine(
         model,
@@ -134,11 +136,11 @@ def check(name: str, stage: int, mesh: dict[str, int], **sections: Any) -> None:
     parameters = run.whole_parameters(model)
     expected_losses, expected = plain(name, engine.data_size)
     mine = expected_losses[engine.data_rank :: engine.data_size]
-    torch.testing.assert_close(losses, mine, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(parameters, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(losses, mine, rtol=bound, atol=bound)
+    torch.testing.assert_close(parameters, expected, rtol=bound, atol=bound)
 
 
-QUICK = ("loop", "flat", "sorted", "switch")
+QUICK = ("loop", "flat")
 NAMES = ["loop", "mixture", "flat", "three", "sorted", *FAMILIES]
 
 
@@ -179,3 +181,17 @@ def test_training_is_that_of_one_process_in_other_layouts(name: str, layout: str
         mesh,
         **sections,
     )
+
+
+@on_ranks(2)
+def test_dropout_inside_of_experts_leaves_the_random_numbers_of_tensor_ranks_alike() -> None:
+    torch.manual_seed(0)
+    model = Model("loop")
+    for block in model.blocks:
+        for expert in block.experts:
+            expert.up = nn.Sequential(expert.up, nn.Dropout(0.5))
+    engine = run.start_engine(model, optimizer=run.adamw(1e-2), stage=0, micro=2, mesh={"tensor": 2, "expert": 2})
+    torch.manual_seed(1)
+    run.train_step(engine, engine(torch.randn(2, 5, WIDTH)))
+    drawn = engine.mesh.group("world").exchange(torch.rand(4))
+    assert torch.equal(drawn[0], drawn[1])

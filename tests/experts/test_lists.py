@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -168,9 +169,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("empty", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+CASES = [(name, empty, again) for name in MODELS for empty in (False, True) for again in (False, True)]
+QUICK = [("loop", True, True), ("mixture", False, False), ("flat", False, True), ("sorted", True, False)]
+
+
+@pytest.mark.parametrize(
+    ("name", "empty", "recomputed"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.full) for case in CASES],
+)
 @on_ranks(2)
 def test_outputs_and_gradients_are_those_of_one_process(name: str, empty: bool, recomputed: bool) -> None:
     make, shape = MODELS[name]
@@ -209,3 +215,63 @@ def test_a_block_runs_once_as_far_as_anybody_can_see() -> None:
         results.append((trained, after, evaluated, module.seen, torch.tensor(module.calls), module.losses))
     torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
     assert seen == ["gate", "expert", "block"] * 4
+
+
+@pytest.mark.parametrize("name", ["loop", *(pytest.param(name, marks=pytest.mark.full) for name in ("flat", "sorted"))])
+@on_ranks(2)
+def test_a_copy_computes_with_its_own_experts(name: str) -> None:
+    model = build(MODELS[name][0]).eval()
+    share(model)
+    x = inputs(dist.get_rank())
+    duplicate, before = copy.deepcopy(model), loss_of(model(x))
+    for parameter in duplicate.get_submodule("experts").parameters():
+        parameter.detach().mul_(3)
+    assert torch.equal(loss_of(model(x)), before)
+    assert not torch.isclose(loss_of(duplicate(x)), before)
+
+
+class Odd(Loop):
+    """Blocks that cannot be run twice, or whose experts cannot be called for others."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.drawn = kind, iter(range(100))
+
+    def forward(self, x: Tensor) -> Any:
+        first, second, *_ = self.experts
+        if self.kind == "chain":
+            return second(first(x))
+        if self.kind == "two tensors":
+            return first(x, x)
+        if self.kind == "writes":
+            return first(x.mul_(2))
+        if self.kind == "draws":
+            return first(x + next(self.drawn))
+        if self.kind == "skips":
+            return first(x) if next(self.drawn) % 2 else second(x)
+        return first(x[0])
+
+
+ODD = {
+    "chain": "depend on what other experts return",
+    "two tensors": r"called with \(\(7, 6\), \(7, 6\)\); call it with one floating-point tensor",
+    "writes": "writes to its inputs; let it write to copies",
+    "draws": "draws outside of torch",
+    "skips": "get other inputs when it runs again",
+    "one dim": r"called with \(\(6,\)\)",
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in ("chain", "draws") else pytest.mark.full) for kind in ODD]
+)
+@on_ranks(2)
+def test_what_cannot_be_shared_is_refused(kind: str) -> None:
+    model = build(lambda: Odd(kind))
+    share(model)
+    x = inputs(0).detach()
+    with pytest.raises(RuntimeError, match=f"2 ranks cannot share the experts experts.*{ODD[kind]}.*mesh.expert to 1"):
+        model(x)
+    if dist.get_rank() == 1:
+        with pytest.raises(RuntimeError, match="expert 0, which another rank has, was called outside of it"):
+            model.experts[0](x)

@@ -20,14 +20,18 @@ def random_state(device: torch.device) -> tuple[torch.Tensor, ...]:
     return tuple(generator.get_rng_state() for generator in _generators(device))
 
 
+def set_random_state(state: Sequence[torch.Tensor], device: torch.device) -> None:
+    """Draw the random numbers that came after ``state`` from here on."""
+    for generator, generator_state in zip(_generators(device), state, strict=True):
+        generator.set_rng_state(generator_state)
+
+
 @contextmanager
 def drawing_from(state: Sequence[torch.Tensor], device: torch.device) -> Iterator[None]:
     """Draw the random numbers that came after ``state`` in this context; after it, as if none had been drawn."""
     before = random_state(device)
     try:
-        for generator, generator_state in zip(_generators(device), state, strict=True):
-            generator.set_rng_state(generator_state)
+        set_random_state(state, device)
         yield
     finally:
-        for generator, generator_state in zip(_generators(device), before, strict=True):
-            generator.set_rng_state(generator_state)
+        set_random_state(before, device)

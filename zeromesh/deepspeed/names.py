@@ -174,7 +174,10 @@ REFUSED = {
     "ops.transformer": "use torch.nn.functional.scaled_dot_product_attention and torch.compile",
     "ops.sparse_attention": "use torch.nn.attention.flex_attention with a block mask",
     "linear": "use torch.nn.Linear, and peft or torchao for adapters and quantised weights",
-    "moe": 'use deepspeed.moe.layer.MoE, or any model with experts, and "mesh": {"expert": 2} in the configuration',
+    **dict.fromkeys(
+        (f"moe.sharded_moe.{name}" for name in ("top1gating", "top2gating", "topkgating", "multiplicative_jitter")),
+        "use deepspeed.moe.layer.MoE, whose gate (zeromesh.moe.TopKGate) returns weights and choices by expert",
+    ),
     "runtime.data_pipeline.curriculum_scheduler": "write curriculum_learning into the configuration",
     "runtime.data_pipeline.data_sampling": "pass a sampler of your own to engine.deepspeed_io(data_sampler=...)",
     "runtime.data_pipeline.data_routing": "drop tokens in the model itself; its layers are not replaced here",

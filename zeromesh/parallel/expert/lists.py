@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from zeromesh.base.containers import map_tensors, tensors_of
 from zeromesh.base.in_place import version
+from zeromesh.base.randomness import drawing_from, random_state, set_random_state
 from zeromesh.parallel.expert.rehearsal import rehearsal
 from zeromesh.parallel.expert.stacked import (
     DTYPES,
@@ -92,31 +93,42 @@ class ListedExperts:
         self._forms: dict[Any, tuple[int, torch.dtype]] = {}  # width and dtype of outputs, by what they depend on
         for index, expert in enumerate(experts):
             replace_forward(expert, partial(self._called, index))
-        replace_forward(block, torch.compiler.disable(partial(self._compute, block.forward)))
+        # Partial functions, which a copy of the model copies with all that they have.
+        replace_forward(block, partial(torch.compiler.disable(ListedExperts._compute), self, block.forward))
 
     def _compute(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Forward of the block."""
         assert self._phase is CallPhase.IDLE, f"{self._sharing.name}: the forward of the block calls itself"
         chain, self._run = CallChain(self._block, args, kwargs), _Run()
+        device = next(self._block.parameters()).device
         try:
-            self._rehearse(forward, args, kwargs)
-            self._exchange(chain)
+            # Experts draw the random numbers behind the block's, which the replay draws again.
+            behind = self._rehearse(forward, device, args, kwargs)
+            with drawing_from(behind, device):
+                self._exchange(chain)
+                behind = random_state(device)
             self._phase = CallPhase.REPLAY
             output = forward(*args, **kwargs)
+            set_random_state(behind, device)
             if not self._run.is_equal():
                 raise self._refusal(_UNEQUAL)
         finally:
             self._phase, self._run = CallPhase.IDLE, _Run()
         return map_tensors(output, lambda x: chain(x, copy=True) if x.is_floating_point() else x)
 
-    def _rehearse(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def _rehearse(
+        self, forward: Callable[..., Any], device: torch.device, args: Any, kwargs: Any
+    ) -> tuple[Tensor, ...]:
+        """Note the inputs of the experts; return the state of random numbers after it, which is taken back."""
         arguments = tensors_of((args, kwargs))
         versions = [version(x) for x in arguments]
         self._phase = CallPhase.REHEARSAL
-        with rehearsal(self._running, (args, kwargs), next(self._block.parameters()).device):
+        with rehearsal(self._running, (args, kwargs), device):
             forward(*args, **kwargs)
+            behind = random_state(device)
         if [version(x) for x in arguments] != versions:
             raise self._refusal("it writes to its inputs; let it write to copies")
+        return behind
 
     def _called(self, expert: int, /, *args: Any, **kwargs: Any) -> Any:
         """Forward of an expert."""
@@ -146,7 +158,7 @@ class ListedExperts:
         key = (*x.shape[1:], x.dtype, torch.is_autocast_enabled(x.device.type), self._block.training)
         if key not in self._forms:
             row = x.detach()[:1] if len(x) else x.new_zeros(1, *x.shape[1:])
-            with torch.no_grad():
+            with torch.no_grad(), drawing_from(random_state(x.device), x.device):
                 y = self._forwards[self._sharing.local[0]](row)
             if not isinstance(y, Tensor) or y.shape[:-1] != row.shape[:-1] or y.dtype not in DTYPES:
                 raise odd_output(f"an expert of {self._sharing.name}", y, "one row for each row")
@@ -168,13 +180,11 @@ class ListedExperts:
                     "once in a forward, have four, and not be tensor-parallel: call it with (rows, width)"
                 )
             table[expert] = [entry[0] + shape[:-1].numel(), entry[1] + 1, *[*shape[:-2], 0, 0][:2]]
-        if len(forms := {(x.shape[-1], x.dtype) for x in inputs}) > 1:
-            raise self._refusal(f"its experts take rows of several widths or dtypes: {sorted(forms, key=str)}")
         rows = torch.cat([x.flatten(0, -2) for x in inputs]) if inputs else self._nothing()
         results = compute_at_owners(rows, table, sharing, chain, self._compute_here)
         parts = _Parts.apply(results, [x.shape[:-1].numel() for x in inputs])  # type: ignore[no-untyped-call]
         shaped = (part.view(*x.shape[:-1], part.shape[-1]) for x, part in zip(inputs, parts, strict=True))
-        run.results = [y for _, y in sorted(zip(order, shaped, strict=True), key=itemgetter(0))]
+        run.results.extend(y for _, y in sorted(zip(order, shaped, strict=True), key=itemgetter(0)))
 
     def _compute_here(self, arrived: Tensor, senders: list[list[Entry]]) -> Tensor:
         """Return the results of the rows that have arrived. An expert that no rank has called is not called."""

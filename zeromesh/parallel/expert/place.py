@@ -7,6 +7,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +25,7 @@ from zeromesh.parallel.expert.lists import share_listed
 from zeromesh.parallel.expert.routed import RoutedExperts
 from zeromesh.parallel.expert.stacked import ExpertSharing, share_sorted, share_stacked
 from zeromesh.parallel.follow.activation_parts import replace_forward
+from zeromesh.parallel.tensor.random_streams import RandomStreams, drops
 
 FIRST_TAG = 1 << 14  # of the messages of experts, behind those of flat buffers
 
@@ -50,7 +54,9 @@ def apply(model: nn.Module, mesh: Mesh, experts: Sequence[Experts]) -> None:
         for (inner, attribute), value in item.sizes.items():
             setattr(item.module.get_submodule(inner), attribute, value)
         take_part(item.module, mesh.group("expert").rank, mesh.group("expert").size)
-        sharing = ExpertSharing(exchange, item.count, lines, tag + RowExchange.TAGS)
+        draws = lines is not None and drops(item.module)
+        streams = RandomStreams(mesh.device, mesh.group("tensor").rank) if draws else None
+        sharing = ExpertSharing(exchange, item.count, lines, tag + RowExchange.TAGS, streams)
         SHARES[item.contract](model, item, sharing)
         add_router(item.module)
     keep_choices(model)
@@ -60,7 +66,13 @@ def _share_routed(model: nn.Module, item: Experts, sharing: ExpertSharing) -> No
     shared = RoutedExperts(
         item.module, sharing.exchange, item.count, item.beyond, sharing.lines, sharing.tag, item.choices
     )
-    replace_forward(item.module, torch.compiler.disable(shared.__call__))
+    # A partial function, which a copy of the model copies with all that it has.
+    replace_forward(item.module, partial(torch.compiler.disable(_routed), shared, sharing.streams))
+
+
+def _routed(shared: RoutedExperts, streams: RandomStreams | None, /, *args: Any, **kwargs: Any) -> torch.Tensor:
+    with nullcontext() if streams is None else streams.apart():
+        return shared(*args, **kwargs)
 
 
 SHARES: dict[Contract, Callable[[nn.Module, Experts, ExpertSharing], None]] = {

@@ -22,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from zeromesh.parallel.context.applied import named_arguments
 from zeromesh.parallel.expert.contract import Contract, Experts
+from zeromesh.parallel.expert.forms import Contract, Experts
+from zeromesh.parallel.expert.rehearsal import rehearsing
 from zeromesh.parallel.follow.activation_parts import replace_forward
 
 _log = logging.getLogger("zeromesh")
@@ -170,7 +172,7 @@ class Listener:
     def counts(self) -> bool:
         """True in a forward in training that runs for the first time."""
         # What is computed again is computed by autograd, whose backward runs in this thread.
-        return self.trains and not self.is_paused and torch._C._current_graph_task_id() == -1
+        return self.trains and not self.is_paused and not rehearsing() and torch._C._current_graph_task_id() == -1
 
     @contextmanager
     def hearing(self, hears: bool) -> Iterator[None]:
@@ -215,7 +217,7 @@ class Listener:
 
     def _run(self, router: Router, forward: Callable[..., Any], tells: bool, /, *args: Any, **kwargs: Any) -> Any:
         """Run a router: its logits get the gradient of the z-loss, and its result tells the choice."""
-        if not self.trains:
+        if not self.trains or rehearsing():
             return forward(*args, **kwargs)
         with _Logits(router.choices, partial(self._with_z_loss, router) if self.z_loss else None):
             result = forward(*args, **kwargs)

@@ -7,6 +7,7 @@ the module's own forward with what arrived, and the results travel back to the p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain as flattened
@@ -22,6 +23,7 @@ from zeromesh.comm.collectives import Group
 from zeromesh.parallel.expert.dispatch import RowExchange
 from zeromesh.parallel.follow.activation_parts import replace_forward
 from zeromesh.parallel.tensor.operators import move
+from zeromesh.parallel.tensor.random_streams import RandomStreams
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -37,6 +39,7 @@ class ExpertSharing:
     count: int  # experts of all ranks
     lines: Group | None = None  # ranks that are given the same rows, of which each sends a part
     tag: int = 0  # on ``lines``, of two messages
+    streams: RandomStreams | None = None  # from which experts draw; None: they draw nothing, or need not draw alike
 
     @property
     def name(self) -> str:
@@ -123,7 +126,9 @@ def compute_at_owners(
     senders = [[row[start : start + size] for start in range(0, len(row) - 2, size)] for row in told]
     sends, receives = ([sum(entry[0] for entry in rank) for rank in ranks] for ranks in (by_rank, senders))
     (arrived,) = sharing.exchange.send([chain(rows)], sends, receives)
-    results = chain(compute(chain(arrived), senders))
+    # Once on every rank: ranks of a line compute different rows, and draw alike afterwards.
+    with nullcontext() if sharing.streams is None else sharing.streams.apart():
+        results = chain(compute(chain(arrived), senders))
     (returned,) = sharing.exchange.send([results], receives, sends, back=True)
     returned = chain(returned)
     return returned if lines is None else move(_padded(returned, part), "join", lines, sharing.tag + 1)[:total]
@@ -208,9 +213,9 @@ def _sorted(forward: Callable[..., Any], module: nn.Module, sharing: ExpertShari
 
 def share_stacked(module: nn.Module, sharing: ExpertSharing) -> None:
     """Let a module that is called with one tensor of all experts' rows compute on the ranks that have the experts."""
-    replace_forward(module, torch.compiler.disable(partial(_stacked, module.forward, module, sharing)))
+    replace_forward(module, partial(torch.compiler.disable(_stacked), module.forward, module, sharing))
 
 
 def share_sorted(module: nn.Module, sharing: ExpertSharing) -> None:
     """Let a module that is called with rows sorted by expert and their sizes compute on the ranks that have them."""
-    replace_forward(module, torch.compiler.disable(partial(_sorted, module.forward, module, sharing)))
+    replace_forward(module, partial(torch.compiler.disable(_sorted), module.forward, module, sharing))
