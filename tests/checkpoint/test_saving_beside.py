@@ -213,5 +213,6 @@ def test_the_end_of_a_program_waits_for_its_save(more: tuple[str, ...], tmp_path
 # Kills.
 
 
+@pytest.mark.full
 def test_every_kill_leaves_a_checkpoint_and_a_folder_that_saves_on(tmp_path: Path) -> None:
     assert run_ranks(killed_at_every_operation, 1, str(tmp_path), "step2", asynchronous=True)[0] > 15

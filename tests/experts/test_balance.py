@@ -13,6 +13,8 @@ from torch import nn
 from compare import assert_close
 from harness import on_ranks
 from run import sgd, start_engine, whole_parameters
+from zeromesh.comm.mesh import Mesh
+from zeromesh.parallel.expert.auxiliary_loss import GlobalAuxiliaryLoss
 
 EXPERTS, TOP_K, LAYERS, RATE = 4, 2, 2, 0.01
 
@@ -72,6 +74,10 @@ def micro_batch(number: int, rows: int = 2, padding: int = 3) -> dict[str, torch
     mask = torch.ones_like(tokens)
     mask[0, :padding] = 0
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
+
+
+def without_mask(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in batch.items() if key != "attention_mask"}
 
 
 class Plain:
@@ -171,10 +177,8 @@ def test_a_bias_moves_alike_on_the_ranks_of_any_axis(sections: dict[str, Any]) -
     for step in range(2):
         each = [[micro_batch(100 * step + 10 * r + m, 2, padding) for m in range(2)] for r in range(engine.data_size)]
         plain.update([batch for batches in each for batch in batches])
-        batches = [{**batch} for batch in each[engine.data_rank]]
-        if not padding:
-            [batch.pop("attention_mask") for batch in batches]
-        engine.train_batch(iter(batches))
+        batches = each[engine.data_rank]
+        engine.train_batch(iter(batches if padding else map(without_mask, batches)))
     found = dict(engine.module.named_buffers())
     names = [name for name in biases_of(plain.model) if name in found]  # those of this rank's stages
     assert len(names) == LAYERS // engine.mesh.sizes["pipeline"]
@@ -289,7 +293,7 @@ def with_z_loss(model: Any) -> Any:
     def loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         logits.clear()
         total = model(**batch).loss
-        present = batch["attention_mask"].view(-1).bool()
+        present = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).view(-1).bool()
         return total + sum(Z_LOSS * each[present].logsumexp(-1).square().mean() for each in logits)
 
     return loss
@@ -308,6 +312,8 @@ def plain_step(model: Any, loss_of: Any, batches: list[dict[str, torch.Tensor]])
         (1, {"accumulation": 2}),
         (2, {"stage": 3, "accumulation": 2, "activation_checkpointing": {"enabled": True}}),
         pytest.param(2, {"mesh": {"tensor": 2}, "accumulation": 2}, marks=pytest.mark.full),
+        pytest.param(2, {"mesh": {"expert": 2}, "stage": 3, "accumulation": 2}, marks=pytest.mark.full),
+        pytest.param(2, {"mesh": {"context": 2}, "accumulation": 2}, marks=pytest.mark.full),
         pytest.param(2, {"mesh": {"pipeline": 2}, "accumulation": 2}, marks=pytest.mark.full),
         pytest.param(
             2, {"mesh": {"pipeline": 2}, "accumulation": 2, "pipeline": {"recompute": True}}, marks=pytest.mark.full
@@ -319,6 +325,8 @@ def test_z_loss_changes_gradients_as_if_it_were_a_part_of_the_loss(ranks: int, s
     plain = mixture("minimax_m2")
     engine = engine_of(mixture("minimax_m2"), **{"experts": {"z_loss": Z_LOSS, "report_load": True}} | sections)
     batches = [[micro_batch(10 * r + m, padding=m + 1) for m in range(2)] for r in range(engine.data_size)]
+    if engine.mesh.sizes["context"] > 1:
+        batches = [[without_mask(micro_batch(m, padding=0)) for m in range(2)]]
     before = {name: value.clone() for name, value in plain.named_parameters()}
     plain_step(plain, with_z_loss(plain), [batch for each in batches for batch in each])
     if engine.pipelined is not None:
@@ -350,23 +358,68 @@ def joined(batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
 
 
-@pytest.mark.parametrize("sections", [{"stage": 0}, {"stage": 3, "activation_checkpointing": {"enabled": True}}])
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"stage": 0},
+        {"stage": 3, "activation_checkpointing": {"enabled": True}},
+        pytest.param({"mesh": {"context": 2}}, marks=pytest.mark.full),
+        pytest.param({"mesh": {"tensor": 2}}, marks=pytest.mark.full),
+        pytest.param({"mesh": {"expert": 2}, "stage": 3}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
 @on_ranks(2)
 def test_the_global_auxiliary_loss_is_that_of_one_process(sections: dict[str, Any]) -> None:
-    family = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-    plain = mixture("qwen3_moe", torch.float32, **family)
+    options = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    plain = mixture("qwen3_moe", torch.float32, **options)
     engine = engine_of(
-        mixture("qwen3_moe", torch.float32, **family), **{"experts": {"auxiliary_loss": "global"}} | sections
+        mixture("qwen3_moe", torch.float32, **options), **{"experts": {"auxiliary_loss": "global"}} | sections
     )
     # As many labels on each rank, so that the mean over ranks is that over tokens.
-    batches = [micro_batch(rank, padding=3) for rank in range(2)]
+    batches = [micro_batch(rank, padding=3) for rank in range(engine.data_size)]
+    if engine.mesh.sizes["context"] > 1:
+        batches = [without_mask(micro_batch(0, padding=0))]
+    expected = mixture("qwen3_moe", torch.float32, **options)(**joined(batches)).loss.item()
     plain_step(plain, lambda batch: plain(**batch).loss, [joined(batches)])
-    loss = train(engine, [batches[engine.data_rank]])
-    torch.manual_seed(0)
-    whole = mixture("qwen3_moe", torch.float32, **family)(**joined(batches)).loss
-    assert loss == pytest.approx(whole.item(), rel=1e-6)
-    assert_close(whole_parameters(engine.module), dict(plain.named_parameters()), 1e-6, 1e-6)
+    assert train(engine, [batches[engine.data_rank]]) == pytest.approx(expected, rel=1e-6)
+    assert_close(whole_parameters(engine.module), dict(plain.named_parameters()), 2e-6, 2e-6)
     engine.eval()
-    if engine.data_rank == 0 and engine.config.zero_optimization.stage == 0:  # one rank alone may evaluate
-        with torch.no_grad():
+    if engine.data_rank == 0 and engine.config.zero_optimization.stage == 0 and engine.data_size == 2:
+        with torch.no_grad():  # one rank alone may evaluate
             engine(**batches[0])
+
+
+@on_ranks(2)
+def test_fractions_of_tokens_are_those_of_the_micro_batches_so_far() -> None:
+    from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
+
+    mesh = Mesh({"data": 2}, torch.device("cpu"))
+    group = mesh.group("world")
+    loss = GlobalAuxiliaryLoss(group, mesh.group("context"), lambda: True, lambda: True)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 2, 2, 6, EXPERTS, generator=generator, dtype=torch.float64)  # micro-batch, rank, layer
+    counts = torch.zeros(EXPERTS, dtype=torch.float64)
+    for number, each in enumerate(logits):
+        mine = loss.loss(load_balancing_loss_func, tuple(each[group.rank]), EXPERTS, TOP_K)
+        mean = group.exchange(mine.view(1)).mean()
+        probabilities = each.softmax(-1).view(-1, EXPERTS)
+        counts += torch.bincount(probabilities.topk(TOP_K).indices.view(-1), minlength=EXPERTS)
+        fractions = counts / (len(probabilities) * (number + 1))
+        torch.testing.assert_close(mean, EXPERTS * (fractions * probabilities.mean(0)).sum(), rtol=1e-12, atol=0)
+        if number == 0:  # one micro-batch: the model's own function, of all tokens
+            whole = load_balancing_loss_func(tuple(torch.cat(list(each), 1)), EXPERTS, TOP_K)
+            torch.testing.assert_close(mean, whole.double(), rtol=1e-6, atol=0)  # which rounds to fp32
+
+
+def test_a_router_that_returns_probabilities_is_refused() -> None:
+    options = {"output_router_logits": True}
+    engine = engine_of(mixture("qwen3_moe", torch.float32, **options), experts={"auxiliary_loss": "global"})
+
+    def soften(module: nn.Module, args: Any, output: Any) -> Any:
+        return output[0].softmax(-1), *output[1:]
+
+    for layer in engine.module.model.layers:
+        layer.mlp.gate.register_forward_hook(soften, prepend=True)
+    with pytest.raises(RuntimeError, match="are probabilities"):
+        engine(**micro_batch(0))

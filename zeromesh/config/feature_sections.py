@@ -97,7 +97,7 @@ class EmbeddingTables(Section):
     )
 
 
-class Experts(Section):
+class ExpertSettings(Section):
     """Experts of a mixture. The ranks of mesh.expert share them."""
 
     targets: Names = key(

@@ -185,7 +185,10 @@ class Placing:
         if self.experts:
             from zeromesh.parallel.expert.place import holdings
 
-            split, experts = split | holdings(plan.mesh, self.experts), [item.caller for item in self.experts]
+            split, experts = (
+                split | holdings(plan.mesh, self.experts),
+                [item.caller for item in self.experts if item.caller],
+            )
         tied, idle = ({}, ()) if stages is None else (stages.tied, stages.idle)
         part = ModelPart(split, tied, idle, experts)
         managed = settings.managed_gradient_accumulation

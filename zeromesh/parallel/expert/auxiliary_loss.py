@@ -19,6 +19,7 @@ from zeromesh.comm.collectives import Group
 from zeromesh.parallel.follow.activation_parts import replace_forward
 
 TAG = 10  # on the group of a stage
+CONTEXT_TAG = 11  # on the context axis
 LOSS = "load_balancing_loss_func"  # function of transformers' modules that computes the loss of all layers
 TOLERANCE = 1e-4  # of the proof that it computes what is computed here
 
@@ -31,10 +32,13 @@ class GlobalAuxiliaryLoss:
     number of ranks: the mean over ranks is the loss of one process.
     """
 
-    def __init__(self, group: Group, first_time: Callable[[], bool], trains: Callable[[], bool]) -> None:
-        self._group, self._first_time, self._trains = group, first_time, trains
+    def __init__(
+        self, group: Group, context: Group, first_time: Callable[[], bool], trains: Callable[[], bool]
+    ) -> None:
+        self._group, self._context, self._first_time, self._trains = group, context, first_time, trains
         self._sums: Tensor | None = None  # choices of each expert and tokens since the last update, of all ranks
         self._tokens: Tensor | None = None  # of the last forward
+        self._has_looked = False  # at the first logits
 
     def install(self, model: nn.Module) -> None:
         """Change a model in place: forwards of it in training take this loss.
@@ -91,6 +95,9 @@ class GlobalAuxiliaryLoss:
         """Return the loss; see the model's own function for the arguments. Collective."""
         if not isinstance(gate_logits, tuple) or num_experts is None:
             return original(gate_logits, num_experts, top_k, attention_mask)
+        if not self._has_looked:
+            self._has_looked = True
+            _require_logits(gate_logits)
         counts, probabilities, tokens = _sums(gate_logits, num_experts, top_k, attention_mask)
         if self._first_time():
             sums = torch.cat([counts, tokens.view(1)])
@@ -101,7 +108,12 @@ class GlobalAuxiliaryLoss:
         assert self._tokens is not None
         fractions = (self._sums[:-1] / self._sums[-1]).to(probabilities.dtype)
         share = (self._group.size / self._tokens).to(probabilities.dtype)
-        return num_experts * share * (fractions * probabilities).sum()
+        loss = num_experts * share * (fractions * probabilities).sum()
+        if self._context.size > 1:  # ranks that have parts of the same sequences come to one loss
+            mean = loss.detach().view(1) / self._context.size
+            self._context.all_reduce(mean, CONTEXT_TAG)
+            loss = loss + (mean[0] - loss.detach())
+        return loss
 
 
 def _sums(logits: tuple[Tensor, ...], experts: int, top_k: int, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,6 +132,18 @@ def _sums(logits: tuple[Tensor, ...], experts: int, top_k: int, mask: Tensor | N
         total = total + (probabilities.to(dtype) * weights).sum(0)
         tokens += weights.sum()
     return counts, total, tokens
+
+
+def _require_logits(layers: tuple[Tensor, ...]) -> None:
+    """Raise RuntimeError if a router hands over probabilities, of which the loss would take the softmax again."""
+    for number, layer in enumerate(layers):
+        rows = layer.detach().double().reshape(-1, layer.shape[-1])
+        if len(rows) and bool((rows >= 0).all()) and bool(((rows.sum(-1) - 1).abs() < TOLERANCE).all()):
+            raise RuntimeError(
+                f"the router logits of layer {number} are probabilities: the auxiliary loss takes their softmax again, "
+                "which makes them nearly even whatever the router does; let the router return its logits (a newer "
+                "transformers does), or set model.config.output_router_logits = False"
+            )
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:

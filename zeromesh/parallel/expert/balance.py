@@ -76,7 +76,8 @@ class Balance:
     def use_global_loss(self, model: nn.Module) -> None:
         """Let a model take the auxiliary loss of the global batch; see ``GlobalAuxiliaryLoss.install``."""
         listener = self.listener
-        loss = GlobalAuxiliaryLoss(self._mesh.group("stage"), lambda: listener.counts, lambda: listener.trains)
+        groups = self._mesh.group("stage"), self._mesh.group("context")
+        loss = GlobalAuxiliaryLoss(*groups, lambda: listener.counts, lambda: listener.trains)
         loss.install(model)
         self.auxiliary = loss
 

@@ -14,6 +14,7 @@ from torch import nn
 from zeromesh.base.split import Held
 from zeromesh.comm.mesh import Mesh
 from zeromesh.parallel.activation.choices import add_router, keep_choices
+from zeromesh.parallel.expert.adapted import take_part
 from zeromesh.parallel.expert.contract import Contract
 from zeromesh.parallel.expert.dispatch import RowExchange
 from zeromesh.parallel.expert.forms import Experts
@@ -48,6 +49,7 @@ def apply(model: nn.Module, mesh: Mesh, experts: Sequence[Experts]) -> None:
         exchange = RowExchange(mesh.group("expert"), tag, item.name)
         for (inner, attribute), value in item.sizes.items():
             setattr(item.module.get_submodule(inner), attribute, value)
+        take_part(item.module, mesh.group("expert").rank, mesh.group("expert").size)
         sharing = ExpertSharing(exchange, item.count, lines, tag + RowExchange.TAGS)
         SHARES[item.contract](model, item, sharing)
         add_router(item.module)
@@ -55,7 +57,9 @@ def apply(model: nn.Module, mesh: Mesh, experts: Sequence[Experts]) -> None:
 
 
 def _share_routed(model: nn.Module, item: Experts, sharing: ExpertSharing) -> None:
-    shared = RoutedExperts(item.module, sharing.exchange, item.count, item.beyond, sharing.lines, sharing.tag)
+    shared = RoutedExperts(
+        item.module, sharing.exchange, item.count, item.beyond, sharing.lines, sharing.tag, item.choices
+    )
     replace_forward(item.module, torch.compiler.disable(shared.__call__))
 
 
