@@ -225,9 +225,9 @@ def generated(model: Any, rank: int, **options: Any) -> list[torch.Tensor]:
     return found
 
 
-def generate(name: str, row: int, options: dict[str, Any]) -> list[torch.Tensor]:
+def generate(name: str, row: int, options: dict[str, Any], mesh: dict[str, int]) -> list[torch.Tensor]:
     case = MODELS[name]
-    engine = zeromesh.initialize(model=build(name, as_it_is, case.dtype), config=config(row))[0]
+    engine = zeromesh.initialize(model=build(name, as_it_is, case.dtype), config=config(row) | {"mesh": mesh})[0]
     found = []
     for batch in batches(case)[:2]:
         engine.eval()
@@ -238,7 +238,9 @@ def generate(name: str, row: int, options: dict[str, Any]) -> list[torch.Tensor]
     return [*found, *generated(engine, engine.data_rank, **options)]
 
 
-def check_generation(name: str, row: int, options: dict[str, Any], further: dict[str, Any]) -> list[list[int]]:
+def check_generation(
+    name: str, row: int, options: dict[str, Any], further: dict[str, Any], mesh: dict[str, int] | None = None
+) -> list[list[int]]:
     case, lengths = MODELS[name], []
     model = build(name, as_it_is, case.dtype)
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
@@ -251,7 +253,7 @@ def check_generation(name: str, row: int, options: dict[str, Any], further: dict
             model.train()
             plain_step(optimizer, model(**share(batch, 0, 1, case.dtype)).loss)
     for found, wanted in zip(
-        run_ranks(generate, RANKS, name, row, {**options, **further}, timeout=LIMIT), expected, strict=True
+        run_ranks(generate, RANKS, name, row, {**options, **further}, mesh or {}, timeout=LIMIT), expected, strict=True
     ):
         assert [ids.tolist() for ids in found] == [ids.tolist() for ids in wanted]
         lengths.append([ids.shape[1] for ids in found])
@@ -264,7 +266,11 @@ def test_models_generate_through_the_engine(name: str, row: int) -> None:
     check_generation(name, row, {"max_new_tokens": 6, "min_new_tokens": 6}, {})
 
 
-def test_ranks_whose_texts_end_at_different_places_generate_together() -> None:
+@pytest.mark.parametrize(
+    ("name", "row", "mesh"), [("gpt2", 3, {}), pytest.param("qwen3_moe", 1, {"expert": 2}, marks=pytest.mark.full)]
+)
+def test_ranks_whose_texts_end_at_different_places_generate_together(name: str, row: int, mesh: dict[str, int]) -> None:
     ends = list(range(3, VOCABULARY, 4))
-    lengths = check_generation("gpt2", 3, {"max_new_tokens": 12, "eos_token_id": ends}, {"synced_gpus": True})
+    options = {"max_new_tokens": 12, "eos_token_id": ends}
+    lengths = check_generation(name, row, options, {"synced_gpus": True}, mesh)
     assert lengths[0] != [length - 1 for length in lengths[1]], "the test is about lengths that differ"

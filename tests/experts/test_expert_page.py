@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import comb
 
 import pytest
 
@@ -28,3 +29,18 @@ def test_every_class_of_experts_has_one_place() -> None:
 def test_a_class_of_experts_is_where_it_belongs(name: str) -> None:
     experts = find_experts(MIXTURES[name].build(), [], 2)
     assert {each.contract for each in experts} == {CONTRACTS[name]}
+
+
+def test_bytes_that_layouts_send_are_those_of_their_formulas() -> None:
+    experts, choices, width, tokens, ranks, size = 128, 8, 2048, 4096, 16, 8
+    parameters = 3 * width * 768
+    row = 1 - comb(experts - experts // size, choices) / comb(experts, choices)
+    others = (size - 1) * row  # ranks that have an expert of a token, of even and independent choices
+    rest = 6 * experts * parameters / size * (1 - size / ranks)
+    zero = 6 * experts * parameters * (ranks - 1) / ranks
+    tensor = 8 * (size - 1) * tokens * width + rest
+    shared = 8 * others * tokens * width + 8 * others * tokens * choices + rest
+    for number in (f"{zero / 1e9:.2f} GB", f"{tensor / 1e9:.2f} GB for t = 8", f"{shared / 1e9:.2f} GB for E = 8"):
+        assert f"| {number} |" in PAGE
+    assert f"and {others:.1f} here" in PAGE
+    assert f"below {round(zero / (8 * others * width), -3):,.0f} tokens a rank" in PAGE

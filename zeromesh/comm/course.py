@@ -46,7 +46,8 @@ EVALUATES = "a forward without gradients"
 
 # By what a rank waits in; the first row whose word is in it counts.
 REMEDIES: Mapping[str, str] = {
-    "generate()": "At ZeRO-3 all ranks take part in each token: pass synced_gpus=True to generate, on all ranks.",
+    "generate()": "At ZeRO-3, and where ranks share experts, all ranks take part in each token: pass synced_gpus=True "
+    "to generate, on all ranks.",
     "save": "All ranks take part in a save: call it on every rank, not under `if rank == 0:`.",
     "load": "All ranks take part in loading: call it on every rank, not under `if rank == 0:`.",
     "state_dict()": "All ranks take part: call it on every rank, not under `if rank == 0:`.",
