@@ -52,7 +52,7 @@ def chooses(modules: Iterable[nn.Module]) -> bool:
 
 
 @cache
-def _routes(kind: type[nn.Module]) -> bool:
+def _routes(kind: Any) -> bool:
     return any(word in kind.__name__.lower() for word in WORDS)
 
 
