@@ -48,7 +48,8 @@ def add_router(module: nn.Module) -> None:
 
 def chooses(modules: Iterable[nn.Module]) -> bool:
     """Return whether choices are made in any of these modules."""
-    return any(_routes(type(module)) or module in _routers for module in modules)
+    kinds: Iterable[Any] = ((type(module), module) for module in modules)
+    return any(_routes(kind) or module in _routers for kind, module in kinds)
 
 
 @cache
