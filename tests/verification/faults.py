@@ -16,6 +16,7 @@ from zeromesh import Engine, Mesh
 from zeromesh.comm.collectives import Group
 from zeromesh.engine.update import Update
 from zeromesh.parallel.context import huggingface_decoders as huggingface
+from zeromesh.parallel.expert.routed import RoutedExperts
 from zeromesh.parallel.follow.token_check import TokenCheck
 from zeromesh.parallel.tensor import operators, styles
 from zeromesh.parallel.tensor import split_linear as tensor_linear
@@ -335,6 +336,42 @@ def pairs_of_tokens() -> Iterator[None]:
         yield
 
 
+# Experts that ranks share.
+
+
+def of_experts(factor: float) -> Any:
+    """Multiply the gradients of experts."""
+
+    def scale(self: Gradient, index: int, value: torch.Tensor, _: float) -> None:
+        if self.layout.axis == "expert":
+            value.mul_(factor)
+
+    return before(Gradient, "fill", scale)
+
+
+def norm_of_experts() -> Any:
+    """Count the squares of experts once more."""
+    plain = sharded.squared_norm
+
+    def changed(gradients: Any, mesh: Mesh) -> Any:
+        every = [*gradients]
+        return plain(every, mesh) + plain([g for g in every if g.layout.axis == "expert"], mesh)
+
+    return patch.object(sharded, "squared_norm", changed)
+
+
+def of_arguments(change: Callable[..., tuple[Any, ...]]) -> Any:
+    """Call experts with other tokens, indices and weights."""
+    plain = RoutedExperts.__call__
+    return patch.object(RoutedExperts, "__call__", lambda self, *args: plain(self, *change(*args)))
+
+
+def of_results(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Change what owners of experts send back."""
+    plain = RoutedExperts._compute
+    return patch.object(RoutedExperts, "_compute", lambda self, *args: change(plain(self, *args)))
+
+
 @dataclass(frozen=True)
 class Fault:
     """A mistake, a run in which it shows, and words of the report."""
@@ -353,6 +390,7 @@ def zero(stage: int, **more: Any) -> dict[str, Any]:
 TENSOR = {"mesh": {"tensor": 2}}
 HOST = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 ROWS = zero(2, embedding_tables={"optimizer": {"type": "rowwise_adagrad", "params": {"lr": 1e-2}}})
+EXPERTS = {"mesh": {"expert": 2}}
 FAULTS: dict[str, Fault] = {
     "gradients summed over data ranks": Fault(
         lambda: times(Reducer, "factor", 2.0), ("gradient", "2 times too large", "data ranks"), zero(2)
@@ -431,6 +469,33 @@ FAULTS: dict[str, Fault] = {
     "rows of one rank": Fault(rows_of_one_rank, ("gradient", "s.weight"), ROWS, "tables"),
     "states of other rows": Fault(
         lambda: after_updates(moved_states), ("optimizer state sum", "s.weight"), ROWS, "tables"
+    ),
+    "gradients of experts summed over those who share them": Fault(
+        lambda: of_experts(2.0), ("gradient", "experts", "2 times too large"), EXPERTS, "qwen3_moe"
+    ),
+    "gradients of experts divided once too often": Fault(
+        lambda: of_experts(0.5), ("gradient", "experts", "2 times too small"), {**EXPERTS, **zero(3)}, "qwen3_moe"
+    ),
+    "experts not reduced over those with the same": Fault(
+        lambda: not_reduced("expert_data"), ("gradient", "experts"), {**EXPERTS, **zero(2)}, "qwen3_moe", 4
+    ),
+    "router detached": Fault(
+        lambda: of_arguments(lambda x, index, weights: (x, index, weights.detach())), ("gradient model.layers.1",),
+        EXPERTS, "qwen3_moe",
+    ),
+    "norm counts experts twice": Fault(
+        norm_of_experts, ("gradient norm", "gradients are right"), EXPERTS, "qwen3_moe"
+    ),
+    "tokens to other experts": Fault(
+        lambda: of_arguments(lambda x, index, weights: (x, index ^ 1, weights)), ("loss of micro-batch 0",), EXPERTS,
+        "qwen3_moe",
+    ),
+    "tokens dropped": Fault(
+        lambda: of_results(lambda y: torch.cat([y[:-1], 0 * y[-1:]])), ("loss of micro-batch 0",), EXPERTS,
+        "qwen3_moe",
+    ),
+    "results of other tokens": Fault(
+        lambda: of_results(lambda y: y.roll(1, 0)), ("loss of micro-batch 0",), EXPERTS, "qwen3_moe"
     ),
     "recomputation of something else": Fault(
         recomputed_otherwise, ("gradient model.layers.1",), zero(2, activation_checkpointing={"enabled": True})

@@ -219,7 +219,7 @@ def _shrink_experts(
     change(STEPS, max(1, layers))
     dense = getattr(config, "mlp_only_layers", None)
     if isinstance(dense, list):
-        config.mlp_only_layers = [layer for layer in dense if layer < layers][: layers - 1]
+        setattr(config, "mlp_only_layers", [layer for layer in dense if layer < layers][: layers - 1])  # noqa: B010
 
 
 def _shortened(kinds: list[Any], length: int) -> list[Any]:

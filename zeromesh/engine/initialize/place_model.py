@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from zeromesh.base import quantized_layers as quantized
 from zeromesh.base.dtypes import dtypes, kept_layers
 from zeromesh.base.keras_layers import follow_buffers, separate_seeds
 from zeromesh.base.piece import Piece
+from zeromesh.base.substitution import is_linear
 from zeromesh.checkpoint.random_state import share_random_state
 from zeromesh.comm.agreement import agree_run, agree_success, catch
 from zeromesh.engine.initialize import model_layout as layout
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
     from zeromesh.parallel.activation.activation_store import ActivationStore
     from zeromesh.parallel.context.applied import SpreadSequences
     from zeromesh.parallel.expert.balance import Balance
+
+_log = logging.getLogger("zeromesh")
 
 
 @dataclass(frozen=True)
@@ -222,6 +226,14 @@ class Placing:
         plan, settings = self.plan, self.plan.settings
         resolved = None if self.split is None else self.split[0]
         rowwise = settings.float8.recipe == "rowwise"
+        stacked = [item.name for item in self.experts if not any(map(is_linear, item.module.modules()))]
+        if stacked and plan.mesh.rank == 0:
+            dtype = str(next(self.experts[0].module.parameters()).dtype).removeprefix("torch.")
+            _log.info(
+                "float8 is for linear layers: experts compute in %s, their products are grouped: %s",
+                dtype,
+                ", ".join(stacked),
+            )
         use_float8(plan.model, rowwise, self._unquantized, plan.mesh, resolved, plan.heads)
 
     def agree_on_values(self) -> None:

@@ -48,11 +48,12 @@ def add_router(module: nn.Module) -> None:
 
 def chooses(modules: Iterable[nn.Module]) -> bool:
     """Return whether choices are made in any of these modules."""
-    return any(_routes(type(module)) or module in _routers for module in modules)
+    kinds: Iterable[Any] = ((type(module), module) for module in modules)
+    return any(_routes(kind) or module in _routers for kind, module in kinds)
 
 
 @cache
-def _routes(kind: type[nn.Module]) -> bool:
+def _routes(kind: Any) -> bool:
     return any(word in kind.__name__.lower() for word in WORDS)
 
 
