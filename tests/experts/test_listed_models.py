@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import run
-from harness import on_ranks
+from harness import on_ranks, run_ranks
 from test_lists import WIDTH, Around, Loop, Mixture
 
 STEPS = 3
@@ -137,8 +138,44 @@ def check(name: str, stage: int, mesh: dict[str, int], **sections: Any) -> None:
     torch.testing.assert_close(parameters, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("name", ["loop", "mixture", "flat", "three", "sorted", *FAMILIES])
+QUICK = ("loop", "flat", "sorted", "switch")
+NAMES = ["loop", "mixture", "flat", "three", "sorted", *FAMILIES]
+
+
+def slow(name: str, *others: Any) -> Any:
+    return pytest.param(name, *others, marks=() if name in QUICK else pytest.mark.full)
+
+
+@pytest.mark.parametrize("name", [slow(name) for name in NAMES])
 @on_ranks(2)
-def test_training_is_that_of_one_process(name: str, stage: int) -> None:
-    check(name, stage, {"expert": 2})
+def test_training_is_that_of_one_process(name: str) -> None:
+    check(name, 3, {"expert": 2})
+
+
+RECOMPUTED = {"activation_checkpointing": {"enabled": True}}
+LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
+    "whole states": (0, {"expert": 2}, {}),
+    "recomputation": (1, {"expert": 2}, RECOMPUTED),
+    "expert data": (2, {"data": 4, "expert": 2}, {}),
+    "tensor lines": (1, {"data": 1, "tensor": 2, "expert": 2}, {}),
+    "tensor and data": (3, {"data": 2, "tensor": 2, "expert": 4}, {}),
+    "replicas": (3, {"replicate": 2, "data": 2, "expert": 2}, RECOMPUTED),
+    "one expert each": (3, {"data": 4, "expert": 4}, {"accumulation": 1}),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_training_is_that_of_one_process_in_other_layouts(name: str, layout: str) -> None:
+    stage, mesh, sections = LAYOUTS[layout]
+    if name == "mixture" and "tensor" in mesh:
+        pytest.skip("calls with three dims are refused where tensor ranks share the rows")
+    run_ranks(
+        check,
+        prod(size for axis, size in mesh.items() if axis != "expert") if "data" in mesh else 2,
+        name,
+        stage,
+        mesh,
+        **sections,
+    )

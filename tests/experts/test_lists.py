@@ -129,7 +129,7 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
 def share(block: nn.Module) -> None:
     """Share the experts of a block over all ranks, which keep all parameters here; owners alone get gradients."""
     group = Mesh({"data": dist.get_world_size()}, torch.device("cpu")).group("data")
-    sharing = stacked.Sharing(RowExchange(group, 600, "experts"), COUNT)
+    sharing = stacked.ExpertSharing(RowExchange(group, 600, "experts"), COUNT)
     module: Any = block.get_submodule("experts")
     if isinstance(module, nn.ModuleList):
         lists.share_listed(block, module, sharing)

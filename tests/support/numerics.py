@@ -386,7 +386,7 @@ class Alone:
     def sum(self, vector: torch.Tensor) -> torch.Tensor:
         return vector
 
-    def gather(self, bucket: int, pieces: Any) -> dict[str, torch.Tensor]:
+    def gather(self, bucket: int, pieces: Any, parts: Any = ()) -> dict[str, torch.Tensor]:
         raise AssertionError("only Muon gathers, and the reference is torch's")
 
 

@@ -75,7 +75,9 @@ class ThreadExchange:
     def sum(self, vector: torch.Tensor) -> torch.Tensor:
         return sum(self.hub.meet(self.rank, ("sum", vector.shape, vector.dtype), vector.clone()))
 
-    def gather(self, bucket: int, pieces: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def gather(
+        self, bucket: int, pieces: Mapping[str, torch.Tensor], parts: Sequence[str] = ()
+    ) -> dict[str, torch.Tensor]:
         met = self.hub.meet(self.rank, ("gather", bucket), {name: piece.clone() for name, piece in pieces.items()})
         whole = {name: torch.zeros(prod(self.shapes[name]), dtype=torch.float64) for name in self.layout[bucket]}
         for ranges, held in zip(self.ranges, met, strict=True):

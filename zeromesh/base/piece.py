@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,8 +39,9 @@ class Piece:
         self.parameter.grad = gradient
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this piece of a tensor of the whole parameter's shape: 1-D."""
-        return self.held.cut(tensor).reshape(-1)[self.start : self.stop]
+        """Return this piece of a tensor of the shape of the whole parameter, or of what this rank holds of it: 1-D."""
+        part = tensor if tuple(tensor.shape) == self.held.shape else self.held.cut(tensor)
+        return part.reshape(-1)[self.start : self.stop]
 
     def owned(self, values: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the parts of this piece's ``values`` that count here; other ranks may hold copies."""
@@ -60,5 +61,10 @@ class PieceExchange(Protocol):
     def buckets(self) -> Sequence[Sequence[str]]:
         """Names of the parameters that travel together, bucket by bucket; the same on every rank."""
 
-    def gather(self, bucket: int, pieces: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return whole tensors of the bucket's parameters, from one piece each by name, until the next call."""
+    def gather(
+        self, bucket: int, pieces: Mapping[str, torch.Tensor], parts: Collection[str] = ()
+    ) -> dict[str, torch.Tensor]:
+        """Return whole tensors of the bucket's parameters, from one piece each by name, until the next call.
+
+        Of the parameters ``parts``, what this rank holds suffices where they are split along an axis.
+        """

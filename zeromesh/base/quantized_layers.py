@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
@@ -10,6 +11,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 # Attributes by which a quantized weight is known. Not its class: parameters that are not in memory have another one.
 FOUR_BIT, EIGHT_BIT = "quant_state", "SCB"  # of bitsandbytes: Params4bit and Int8Params
@@ -54,13 +56,49 @@ def layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def weight_of(module: nn.Module) -> nn.Parameter | None:
-    """Return the parameter ``weight`` of a module; None if it has none."""
-    return module._parameters.get("weight")
+    """Return the parameter ``weight`` of a module, or the packed one of a stacked weight; None if it has none."""
+    # bitsandbytes quantizes what is not of a linear layer by a parametrization, whose list of steps stands for a layer.
+    return module._parameters.get("original" if isinstance(module, parametrize.ParametrizationList) else "weight")
+
+
+def mark_stacked(model: nn.Module) -> None:
+    """Let stacked weights that bitsandbytes' ``replace_parameter_4bit`` has quantized be known as quantized."""
+    for steps in _parametrized(model):
+        state = getattr(steps[0], FOUR_BIT, None)
+        if state is not None:
+            change(steps.original, **{FOUR_BIT: state})
+
+
+def plain_parameter(model: nn.Module, name: str) -> str:
+    """Return the name that a quantized stacked weight has in the plain model; other names as they are."""
+    path, _, last = name.rpartition(".")
+    if last != "original" or not is_quantized(weight_of(model.get_submodule(path))):
+        return name
+    module, _, parameter = f".{path}".rpartition(".parametrizations.")
+    return f"{module}.{parameter}".lstrip(".")
+
+
+def make_dense(model: nn.Module) -> None:
+    """Give the modules inside of a copy ordinary parameters in the places of quantized stacked weights."""
+    for module in [module for module in model.modules() if parametrize.is_parametrized(module)]:
+        lists: Any = dict(module.parametrizations.items())  # type: ignore[union-attr, operator]
+        if all(hasattr(steps[0], FOUR_BIT) for steps in lists.values()):
+            values = {
+                name: nn.Parameter(steps[0](steps.original), requires_grad=False) for name, steps in lists.items()
+            }
+            # torch's function would take the weights from the class, which the copied module has, too.
+            del module.parametrizations
+            change(module, __class__=type(module).__bases__[0])
+            change(module, **values)
+
+
+def _parametrized(model: nn.Module) -> Iterator[Any]:
+    return (module for module in model.modules() if isinstance(module, parametrize.ParametrizationList))
 
 
 def states(layer: Any) -> list[torch.Tensor]:
     """Return the tensors beside a weight of bitsandbytes that its values follow from; they are whole on each rank."""
-    weight = layer.weight
+    weight: Any = weight_of(layer)
     candidates: list[Any] = []
     state = vars(weight).get(FOUR_BIT)
     while state is not None:
@@ -81,7 +119,11 @@ def fingerprint(layer: Any) -> str:
 
 def settle(layer: Any, device: torch.device) -> None:
     """Let a layer of bitsandbytes compute with its parameter, wherever that lies, and have its states on the device."""
-    weight = layer.weight
+    weight: Any = weight_of(layer)
+    if isinstance(layer, parametrize.ParametrizationList):
+        weight.quant_state.to(device)
+        change(layer, __class__=_adaptable(type(layer)))
+        return
     if not is_wrapper(weight):
         change(weight, to=_converted(ref(weight), type(weight).to))
     if FOUR_BIT in vars(weight):
@@ -94,6 +136,22 @@ def settle(layer: Any, device: torch.device) -> None:
         scales = states(layer)[0].to(device)
         change(weight, SCB=None, CB=None)
         change(layer.state, SCB=scales, __class__=_following(type(layer.state), weight))
+
+
+def _adaptable(base: type) -> type:
+    """The class of a list of parametrizations that PEFT puts an adapter on for each forward, and takes it off."""
+
+    # PEFT 0.21 looks for one of its two classes of adapters as it takes one off, and the other would stay. It asks for
+    # the weight before it puts one on, so that torch would keep the weight without it where several are nested.
+    class Adaptable(base):  # type: ignore[misc]
+        def append(self, step: Any) -> Any:
+            removed = getattr(sys.modules.get(type(step).__module__), "_LoraParameterProxy", None)
+            if removed is not None and not isinstance(step, removed):
+                change(step, __class__=type("Removed", (type(step), removed), {}))
+            parametrize._cache.clear()
+            return super().append(step)
+
+    return Adaptable
 
 
 class _Weight:
@@ -149,13 +207,13 @@ def _following(base: type, weight: nn.Parameter) -> type:
 
 def unpack(layer: Any) -> None:
     """Undo the format that a layer of bitsandbytes has after an evaluation on some processors."""
-    if getattr(vars(layer.weight).get(FOUR_BIT), "packing_format_for_cpu", False):
+    if getattr(vars(weight_of(layer)).get(FOUR_BIT), "packing_format_for_cpu", False):
         layer.state_dict()  # does it before it shows the weight
 
 
 def dense(layer: Any) -> torch.Tensor:
     """Return the values of a layer's weight, quantized or not, in the shape of the model's files."""
-    weight = layer.weight
+    weight: Any = weight_of(layer)
     if not is_quantized(weight):
         value: torch.Tensor = weight
     elif is_wrapper(weight):
@@ -177,7 +235,7 @@ def is_transposed(layer: Any) -> bool:
 def require_frozen(model: nn.Module) -> None:
     """Raise ValueError if a quantized weight is to be trained, or nothing else is."""
     quantized = list(layers(model))
-    trained = [path for path, layer in quantized if layer.weight.requires_grad]
+    trained = [path for path, layer in quantized if (weight := weight_of(layer)) is not None and weight.requires_grad]
     if trained:
         raise ValueError(
             f"{trained[0]}.weight is quantized and has requires_grad: only adapters on such a weight can be trained; "
@@ -193,8 +251,9 @@ def require_frozen(model: nn.Module) -> None:
 def require_dtype(model: nn.Module, compute: torch.dtype | None) -> None:
     """Raise ValueError for weights of torchao that stand for another dtype than the run computes in."""
     for path, layer in layers(model):
-        if compute is not None and is_wrapper(layer.weight) and layer.weight.dtype is not compute:
+        weight: Any = weight_of(layer)
+        if compute is not None and is_wrapper(weight) and weight.dtype is not compute:
             raise ValueError(
-                f"{path}.weight stands for {layer.weight.dtype}, and the run computes in {compute}; torchao does not "
+                f"{path}.weight stands for {weight.dtype}, and the run computes in {compute}; torchao does not "
                 f"convert it: load the model with dtype={compute}"
             )

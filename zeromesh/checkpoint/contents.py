@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from zeromesh.base.buffer_memory import EXTRA, plain_name
 from zeromesh.base.piece import Piece
 from zeromesh.base.placement import Tier
-from zeromesh.base.quantized_layers import fingerprint, layers, states
+from zeromesh.base.quantized_layers import fingerprint, layers, states, weight_of
 from zeromesh.base.split import Held
 from zeromesh.checkpoint.boxes import Box
 from zeromesh.checkpoint.manifest import dtype_name
@@ -315,7 +315,9 @@ def parameters(sharded: ShardedModel) -> dict[str, dict[str, Any]]:
 
 def quantized_by(sharded: ShardedModel) -> dict[str, str]:
     """Return a hash of the scales of each quantized weight of bitsandbytes."""
-    return {sharded.names[id(layer.weight)]: fingerprint(layer) for _, layer in layers(sharded.model) if states(layer)}
+    return {
+        sharded.names[id(weight_of(layer))]: fingerprint(layer) for _, layer in layers(sharded.model) if states(layer)
+    }
 
 
 def tied(sharded: ShardedModel) -> dict[str, str]:

@@ -189,9 +189,16 @@ def _optimizer(document: dict[str, Any]) -> Iterator[Change]:
 
 
 _OF_AUTOEP = (
-    "enabled autoep_size preset_model moe_layer_pattern expert_pattern router_pattern use_grouped_mm grouped_mm_backend "
-    "load_balance_coeff"
-).split()
+    "enabled",
+    "autoep_size",
+    "preset_model",
+    "moe_layer_pattern",
+    "expert_pattern",
+    "router_pattern",
+    "use_grouped_mm",
+    "grouped_mm_backend",
+    "load_balance_coeff",
+)
 """Keys that say where experts are and how they are multiplied; others change what routers compute."""
 
 

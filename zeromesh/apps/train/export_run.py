@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from zeromesh.apps.train.push_run import push, require_hub, write_card
 from zeromesh.apps.train.run_folder import RunFolder
 from zeromesh.apps.train.screen import make_console
 from zeromesh.apps.train.train_settings import ModelShape
-from zeromesh.base.quantized_layers import is_quantized, weight_of
+from zeromesh.base.quantized_layers import is_quantized, layers, plain_parameter
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.checkpoint.checkpoint_folder import locate
 from zeromesh.checkpoint.weights.export import (
@@ -179,10 +179,13 @@ def _states(model: nn.Module, reader: Reader) -> Iterator[State]:
         # The model is on the meta device, and merging adapters needs values: of one layer at a time.
         adapted = model.get_submodule(path)
         base = base_of(adapted)
-        if is_quantized(weight_of(base)):
-            with values(base):
+        if coded := [inner for _, inner in layers(base)]:
+            with ExitStack() as stack:
+                for inner in coded:
+                    stack.enter_context(values(inner))
                 layer = dense_copy(adapted)
-            dense_ids = {id(parameter) for parameter in (base_of(layer).weight,)}
+            dense_names = [plain_parameter(base, name) for name, p in base.named_parameters() if is_quantized(p)]
+            dense_ids = {id(base_of(layer).get_parameter(name)) for name in dense_names}
         else:
             layer, dense_ids = copy.deepcopy(adapted).to_empty(device="cpu"), set()
         names = {name: f"{path}.{name}" for name, p in layer.named_parameters() if id(p) not in dense_ids}

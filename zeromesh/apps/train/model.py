@@ -24,6 +24,7 @@ from zeromesh.apps.train.data.tokenizer import load_tokenizer
 from zeromesh.apps.train.train_settings import GROUP, HuggingFace, Lora, ModelShape, Quantization, TrainSettings
 from zeromesh.base.files import read_text
 from zeromesh.base.lengths import positions
+from zeromesh.base.quantized_layers import is_quantized, plain_parameter
 from zeromesh.base.requirements import pip_install
 from zeromesh.base.words import nearest, some
 from zeromesh.checkpoint.weights.pretrained import build, configuration, is_model_id, model_folder, saved_quantization
@@ -176,6 +177,7 @@ class Transformer:
                 options |= {"dtype": self.dtype, "deferred": self.lora is None or not self.lora.use_dora}
             if self.source.quantization is not None:
                 options["quantization_config"] = quantization_config(self.source.quantization, self.dtype)
+                options["quantize_experts"] = self.source.quantization.stacked
             model = zeromesh.from_pretrained(self.folder, weights=self.has_weights, **options)
         if is_model_id(self.source.path):
             model.name_or_path = self.source.path  # adapters name their model so, and not by a folder of the cache
@@ -325,6 +327,9 @@ def _with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
         key: list(value) if isinstance(value, tuple) else value
         for key, value in lora.model_dump(exclude={"plus_ratio"}).items()
     }
+    if lora.target_parameters and any(is_quantized(parameter) for parameter in model.parameters()):
+        # PEFT knows parametrized weights by their whole names only.
+        options["target_parameters"] = [p for end in lora.target_parameters for p in _ending(_stacked(model), end)]
     if options["target_modules"] == ["all-linear"]:
         options["target_modules"] = "all-linear"
     try:
@@ -356,6 +361,27 @@ def _require_modules(model: nn.Module, lora: Lora) -> None:
             raise ValueError(
                 f"lora.modules_to_save: {kind} has no module whose name ends in {name!r}{_offer(name, with_parameters)}"
             )
+    stacked = _stacked(model)
+    for name in lora.target_parameters or ():
+        if not _ending(stacked, name):
+            kinds = {".".join(path.split(".")[-2:]) for path in stacked}
+            raise ValueError(
+                f"lora.target_parameters: {kind} has no stacked weight of three dims whose name ends in "
+                f"{name!r}{_offer(name, kinds)}"
+            )
+
+
+def _stacked(model: nn.Module) -> list[str]:
+    """Return the names of stacked weights, of which quantized ones are packed."""
+    return [
+        plain_parameter(model, name)
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 3 or (is_quantized(parameter) and name.endswith(".original"))
+    ]
+
+
+def _ending(names: Iterable[str], end: str) -> list[str]:
+    return [name for name in names if name == end or name.endswith(f".{end}")]
 
 
 # Beside linear layers, those for which PEFT has adapters.

@@ -65,9 +65,19 @@ class Quantization(Section):
     type: Literal["nf4", "fp4"] | None = key(None, "4-bit format of bitsandbytes. Null: nf4.")
     double: bool | None = key(None, "Also quantize the scales of 4-bit bitsandbytes weights. Null: true.")
 
+    experts: bool | None = key(
+        None, "Also quantize stacked weights of experts, in 4 bits of bitsandbytes. Null: true there."
+    )
+
+    @property
+    def stacked(self) -> bool:
+        """True if stacked weights of experts are quantized."""
+        return self.experts is not False and (self.library, self.bits) == ("bitsandbytes", 4)
+
     @model_validator(mode="after")
     def _library_has_it(self) -> Self:
         names = [name for name in ("type", "double") if getattr(self, name) is not None]
+        names += ["experts"] if self.experts else []
         if names and (self.library, self.bits) != ("bitsandbytes", 4):
             raise ValueError(
                 f"{' and '.join(names)} is for 4 bits of bitsandbytes, and this is {self.bits} bits of {self.library}; "
@@ -103,6 +113,9 @@ class Lora(Section):
     target_modules: Names | None = key(
         None, "Modules with adapters: ends of their names, or all-linear. Null: PEFT's default for the model."
     )
+    target_parameters: Names | None = key(
+        None, "Stacked weights of experts with adapters: ends of their names, such as mlp.experts.down_proj."
+    )
     modules_to_save: Names | None = key(None, "Modules that are trained in full and saved with the adapters.")
     bias: Literal["none", "all", "lora_only"] = key("none", "Biases to train.")
     use_rslora: bool = key(False, "Multiply adapters by lora_alpha / sqrt(r) instead of lora_alpha / r.")
@@ -110,6 +123,17 @@ class Lora(Section):
     plus_ratio: PositiveFloat | None = key(
         None, "LoRA+: learning rate of the adapters' B matrices, as a multiple of the optimizer's. Null: 1."
     )
+
+    @model_validator(mode="after")
+    def _peft_has_it(self) -> Self:
+        names = [name for name in ("use_dora", "lora_dropout") if getattr(self, name)]
+        if self.target_parameters and names:
+            raise ValueError(
+                f"target_parameters = {show(list(self.target_parameters))} with {' and '.join(names)}: PEFT adds the "
+                "product of two small matrices to a stacked weight, without dropout and without magnitudes of DoRA; "
+                f"leave {' and '.join(names)} out, or adapt only modules, with target_modules"
+            )
+        return self
 
 
 class Preference(Section):

@@ -13,7 +13,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh.base.quantized_layers import change, dense, is_quantized, is_transposed, parts, stored, weight_of
+from zeromesh.base.quantized_layers import (
+    change,
+    dense,
+    is_quantized,
+    is_transposed,
+    make_dense,
+    parts,
+    plain_parameter,
+    stored,
+    weight_of,
+)
 from zeromesh.checkpoint.weights.pretrained import first_names
 from zeromesh.checkpoint.weights.weight_files import ExportFiles
 from zeromesh.checkpoint.whole import Places, To, file_names, shown_states, shows, tensor_states, tensors
@@ -229,7 +239,7 @@ def _merged_name(model: nn.Module, name: str) -> str | None:
             return before + after.partition(".")[2] if wrapper == "modules_to_save" else None
     path = _adapted_path(model, name)
     if path is None:
-        return inner
+        return plain_parameter(model, name).removeprefix("base_model.model.")
     inner_name = _under_adapters(model, path, name)
     # PEFT puts the token adapter between a module and its layer.
     plain = path.removesuffix(".token_adapter")
@@ -243,7 +253,7 @@ def _under_adapters(model: nn.Module, path: str, name: str) -> str | None:
     # Adapters may be nested around one layer: experts have one for each of their parameters.
     while inner_name.startswith("base_layer."):
         module, inner_name = module.base_layer, inner_name.removeprefix("base_layer.")
-    return None if _is_adapted_layer(module) else inner_name
+    return None if _is_adapted_layer(module) else plain_parameter(module, inner_name)
 
 
 def _adapted_path(model: nn.Module, name: str) -> str | None:
@@ -257,6 +267,8 @@ def _merged(layer: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
     wide = dense_copy(layer).cpu()
     wide.to(torch.promote_types(dtype, torch.float32))
     while _is_adapted_layer(wide):
+        if hasattr(wide, "num_experts") and wide.get_param().ndim == 3:  # that of this rank, where ranks share them
+            change(wide, num_experts=len(wide.get_param()))
         wide.merge()
         wide = wide.base_layer
     merged: torch.Tensor = dense(wide) if name == "weight" else wide.get_parameter(name)
@@ -274,7 +286,9 @@ def dense_copy(layer: Any) -> Any:
     """Return a copy of a layer, perhaps adapted, with an ordinary base where that has a quantized weight."""
     base = base_of(layer)
     if not is_quantized(weight_of(base)):
-        return copy.deepcopy(layer)
+        wide = copy.deepcopy(layer)
+        make_dense(wide)
+        return wide
     value = dense(base)
     value = value.mT if is_transposed(base) else value
     plain = nn.Linear(value.shape[1], value.shape[0], bias=base.bias is not None, device="meta")

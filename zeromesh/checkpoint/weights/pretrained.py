@@ -109,6 +109,7 @@ def from_pretrained(
     strict: bool = True,
     dtype: torch.dtype = torch.float32,
     quantization_config: Any = None,
+    quantize_experts: bool = False,
     deferred: bool = True,
     revision: str = MAIN,
     **config: Any,
@@ -126,6 +127,8 @@ def from_pretrained(
         quantization_config: of transformers, for bitsandbytes or torchao: linear layers get frozen weights in 4 or 8
             bits. Each is read, quantized and cut into shards before the next one. Leave it out for a folder that was
             saved quantized by bitsandbytes: each rank reads its share of the bytes.
+        quantize_experts: quantize stacked weights of experts, of shape (experts, out, in) or (experts, in, out), in
+            the same way, in 4 bits of bitsandbytes. transformers leaves them as they are.
         deferred: False makes quantized weights now, whole on each rank; adapters that are made of them, such as DoRA's,
             need that.
         revision: branch, tag or commit of a model of the Hub.
@@ -148,7 +151,9 @@ def from_pretrained(
     elif weights:
         load_pretrained(model, path, strict=strict)
     if quantization_config is not None:
-        quantize(model, quantization_config, deferred)
+        quantize(model, quantization_config, deferred, experts=quantize_experts)
+    elif quantize_experts:
+        raise ValueError("quantize_experts needs quantization_config, with load_in_4bit=True; pass both or neither")
     return model
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zeromesh.base.quantized_layers import (
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LIBRARIES = ("bitsandbytes", "torchao")
+BLOCK = 64  # values of a stacked weight that share a scale, as bitsandbytes has it by default
 
 
 class Unmade:
@@ -38,8 +40,9 @@ class Unmade:
 
     packing_format_for_cpu = False
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, **known: Any) -> None:
         self._path = path
+        vars(self).update(known)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -49,13 +52,17 @@ class Unmade:
     def refuse(self, memo: Any = None) -> NoReturn:
         """Raise RuntimeError, which names the weight."""
         raise RuntimeError(
-            f"{self._path}.weight is read and quantized in zeromesh.initialize, and has no values yet; what needs them "
+            f"{self._path} is read and quantized in zeromesh.initialize, and has no values yet; what needs them "
             "earlier, such as adapters of DoRA, works with from_pretrained(..., deferred=False)"
         )
 
 
 def quantize(
-    model: PreTrainedModel, config: Any, deferred: bool, files: Sequence[FileTensor] | None = None
+    model: PreTrainedModel,
+    config: Any,
+    deferred: bool,
+    files: Sequence[FileTensor] | None = None,
+    experts: bool = False,
 ) -> list[FileTensor]:
     """Quantize the weights that transformers would, with the same result; see ``from_pretrained``.
 
@@ -64,6 +71,7 @@ def quantize(
         config: of transformers.
         deferred: see ``from_pretrained``.
         files: of a model that was saved quantized; None: the weights are made of the model's.
+        experts: quantize stacked weights of experts, too, which transformers leaves as they are.
 
     Returns:
         The files of other tensors than quantized weights.
@@ -94,6 +102,8 @@ def quantize(
                     _use_bitsandbytes(module, plain[path], *_made(module, path, plain[path]))
                 else:
                     _use_bitsandbytes(module, plain[path], *_read(module, path, saved.pop(path, {})))
+        if experts:
+            _use_stacked(model, config, quantizer.modules_to_not_convert or ())
     except (ImportError, RuntimeError, NotImplementedError) as error:
         raise ValueError(f"{library} cannot quantize like this here: {error}") from None
     quantizer.postprocess_model(model)
@@ -101,7 +111,7 @@ def quantize(
     other += [file for left in saved.values() for file in left.values()]
     if not deferred:
         for _, layer in layers(model):
-            for _, part in parts(layer.weight):
+            for _, part in parts(weight_of(layer)):  # type: ignore[arg-type]
                 replace(part, replayed(part))  # type: ignore[arg-type]
     return other
 
@@ -122,7 +132,7 @@ def _by_layer(files: Sequence[FileTensor]) -> tuple[dict[str, dict[str, FileTens
 @contextmanager
 def values(layer: Any) -> Iterator[None]:
     """Give a deferred quantized weight its values in this context."""
-    real = [(part, nn.Parameter(replayed(part), requires_grad=False)) for _, part in parts(layer.weight)]
+    real = [(part, nn.Parameter(replayed(part), requires_grad=False)) for _, part in parts(weight_of(layer))]  # type: ignore[arg-type]
     for part, value in real:
         torch._C._swap_tensor_impl(part, value)
     try:
@@ -194,14 +204,63 @@ def _made(layer: Any, path: str, old: Any) -> tuple[torch.Tensor, dict[str, Any]
         packed: torch.Tensor = weight.data
         return packed
 
-    shape, dtype, attributes = tuple(like.shape), torch.int8, {states: Unmade(path)}
+    shape, dtype, attributes = tuple(like.shape), torch.int8, {states: Unmade(f"{path}.weight")}
     if four:
         dtype = like.quant_storage
         shape = (-(-like.numel() // (2 * dtype.itemsize)), 1)
         attributes["bnb_quantized"] = True  # type: ignore[assignment]
     # PEFT copies a layer before it reads its values.
-    attributes["__deepcopy__"] = Unmade(path).refuse  # type: ignore[assignment]
+    attributes["__deepcopy__"] = Unmade(f"{path}.weight").refuse  # type: ignore[assignment]
     return compute_later(torch.empty(shape, dtype=dtype, device="meta"), make), attributes
+
+
+def _use_stacked(model: nn.Module, config: Any, left: Sequence[str]) -> None:
+    """Let stacked weights have 4 bits, as bitsandbytes' ``replace_parameter_4bit`` makes them, when they are needed."""
+    if not getattr(config, "load_in_4bit", False):
+        raise ValueError(
+            "stacked weights of experts are quantized in 4 bits of bitsandbytes only: pass a BitsAndBytesConfig with "
+            "load_in_4bit=True, or leave them as they are"
+        )
+    weights = [
+        (path, module, name)
+        for path, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3 and parameter.is_floating_point() and not any(part in f"{path}.{name}" for part in left)
+    ]
+    for path, module, name in weights:
+        _stack(module, name, path, config)
+
+
+def _stack(module: nn.Module, name: str, path: str, config: Any) -> None:
+    bitsandbytes, plain = import_module("bitsandbytes.nn.parametrize"), module.get_parameter(name)
+
+    class Packed(bitsandbytes.Bnb4bitParametrization):  # type: ignore[misc, name-defined]
+        def forward(self, packed: torch.Tensor) -> torch.Tensor:
+            # PEFT looks at the shape before there are values.
+            if isinstance(state := self.quant_state, Unmade):
+                return torch.empty(state.shape, dtype=state.dtype, device=packed.device)
+            value: torch.Tensor = super().forward(packed)
+            return value
+
+    def make() -> torch.Tensor:
+        value, state = import_module("bitsandbytes.functional").quantize_4bit(
+            replayed(plain).detach().to(_device()),
+            blocksize=BLOCK,
+            compress_statistics=config.bnb_4bit_use_double_quant,
+            quant_type=config.bnb_4bit_quant_type,
+        )
+        for holder in (step, weight):
+            change(holder, **{FOUR_BIT: state})
+        packed: torch.Tensor = value
+        return packed
+
+    step = Packed(Unmade(f"{path}.{name}", shape=plain.shape, dtype=plain.dtype, blocksize=BLOCK))
+    empty = torch.empty((-(-plain.numel() // 2), 1), dtype=torch.uint8, device="meta")
+    weight = nn.Parameter(compute_later(empty, make), requires_grad=False)
+    change(weight, **{FOUR_BIT: step.quant_state})
+    change(module, **{name: weight})
+    parametrize.register_parametrization(module, name, step, unsafe=True)
+    bitsandbytes._register_parametrization_hooks(module, name)
 
 
 def _use_torchao(layer: Any, path: str, config: Any) -> None:

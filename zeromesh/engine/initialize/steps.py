@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from zeromesh.base.dtypes import require_names, tell_narrowed
 from zeromesh.base.keras_layers import expose_layers, require_policy
 from zeromesh.base.placement import Placement
-from zeromesh.base.quantized_layers import require_dtype, stored
+from zeromesh.base.quantized_layers import mark_stacked, require_dtype, stored
 from zeromesh.base.words import counted
 from zeromesh.checkpoint.weights.pretrained import describe_sources
 from zeromesh.comm.agreement import agree, agree_run, catch, describe, world_group
@@ -105,6 +105,7 @@ def _check_model(model: nn.Module, lr_scheduler: Any, settings: Settings) -> Non
             "which may load the weights that the engine's gathered_state_dict() gives; where parameters are not "
             "sharded, the model is free again after engine.destroy(), or when nothing refers to the engine any more"
         )
+    mark_stacked(model)
     check_parameters(model)
     require_dtype(model, settings.precision.compute)
     require_names(model, settings.precision.keep_fp32 or (), "data_types.keep_in_fp32_modules")

@@ -10,10 +10,10 @@ graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from math import prod
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -24,9 +24,9 @@ from zeromesh.base.in_place import version
 from zeromesh.parallel.expert.rehearsal import rehearsal
 from zeromesh.parallel.expert.stacked import (
     DTYPES,
-    Chain,
+    CallChain,
     Entry,
-    Sharing,
+    ExpertSharing,
     by_expert,
     by_sender,
     compute_at_owners,
@@ -42,28 +42,35 @@ _UNEQUAL = (
 )
 
 
-class Phase(Enum):
-    """What a call of an expert does."""
+class CallPhase(Enum):
+    """Action of a call of an expert."""
 
     IDLE = "compute"
     REHEARSAL = "note the input"
     REPLAY = "return the result"
 
 
-@dataclass
-class _Call:
-    expert: int
-    x: Tensor
-    result: Tensor | None = None
-
-
-@dataclass
 class _Run:
-    """One forward of the block."""
+    """Calls of experts in one forward of the block."""
 
-    calls: list[_Call] = field(default_factory=list)
-    replayed: int = 0
-    differs: list[Tensor] = field(default_factory=list)  # whether an input is another one in the replay
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, Tensor]] = []  # expert, input
+        self.results: list[Tensor] = []  # of the calls
+        self._replayed = 0
+        self._differs: list[Tensor] = []  # whether an input is another one in the replay
+
+    def replay(self, expert: int, x: Tensor) -> Tensor | None:
+        """Return the result of the next call; None if it is not what the rehearsal called next."""
+        place = self._replayed
+        self._replayed += 1
+        if place >= len(self.calls) or self.calls[place][0] != expert or self.calls[place][1].shape != x.shape:
+            return None
+        self._differs.append((_bits(self.calls[place][1]) != _bits(x)).any())
+        return self.results[place]
+
+    def is_equal(self) -> bool:
+        """Return whether the replay called what the rehearsal called, with the same bits."""
+        return self._replayed == len(self.calls) and not (self._differs and bool(torch.stack(self._differs).any()))
 
 
 class ListedExperts:
@@ -75,8 +82,8 @@ class ListedExperts:
         sharing: which these are, and the ranks that have the others.
     """
 
-    def __init__(self, block: nn.Module, experts: Sequence[nn.Module], sharing: Sharing) -> None:
-        self._block, self._sharing, self._phase, self._run = block, sharing, Phase.IDLE, _Run()
+    def __init__(self, block: nn.Module, experts: Sequence[nn.Module], sharing: ExpertSharing) -> None:
+        self._block, self._sharing, self._phase, self._run = block, sharing, CallPhase.IDLE, _Run()
         others = {id(module) for expert in experts for module in expert.modules()}
         # Those that are called in the rehearsal: what is inside of experts, of one, which tells what outputs are like.
         self._running = [module for module in block.modules() if id(module) not in others]
@@ -89,24 +96,23 @@ class ListedExperts:
 
     def _compute(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Forward of the block."""
-        assert self._phase is Phase.IDLE, f"{self._sharing.name}: the forward of the block calls itself"
-        chain, self._run = Chain(self._block, args, kwargs), _Run()
+        assert self._phase is CallPhase.IDLE, f"{self._sharing.name}: the forward of the block calls itself"
+        chain, self._run = CallChain(self._block, args, kwargs), _Run()
         try:
             self._rehearse(forward, args, kwargs)
             self._exchange(chain)
-            self._phase = Phase.REPLAY
+            self._phase = CallPhase.REPLAY
             output = forward(*args, **kwargs)
-            run = self._run
-            if run.replayed != len(run.calls) or (run.differs and bool(torch.stack(run.differs).any())):
+            if not self._run.is_equal():
                 raise self._refusal(_UNEQUAL)
         finally:
-            self._phase, self._run = Phase.IDLE, _Run()
+            self._phase, self._run = CallPhase.IDLE, _Run()
         return map_tensors(output, lambda x: chain(x, copy=True) if x.is_floating_point() else x)
 
     def _rehearse(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
         arguments = tensors_of((args, kwargs))
         versions = [version(x) for x in arguments]
-        self._phase = Phase.REHEARSAL
+        self._phase = CallPhase.REHEARSAL
         with rehearsal(self._running, (args, kwargs), next(self._block.parameters()).device):
             forward(*args, **kwargs)
         if [version(x) for x in arguments] != versions:
@@ -114,7 +120,7 @@ class ListedExperts:
 
     def _called(self, expert: int, /, *args: Any, **kwargs: Any) -> Any:
         """Forward of an expert."""
-        if self._phase is Phase.IDLE:
+        if self._phase is CallPhase.IDLE:
             if expert in self._sharing.local:
                 return self._forwards[expert](*args, **kwargs)
             raise self._refusal(f"expert {expert}, which another rank has, was called outside of it; call the block")
@@ -126,17 +132,14 @@ class ListedExperts:
                 f"expert {expert} was called with ({shown}); call it with one floating-point tensor (rows, width), and "
                 "apply what else there is to its input or output"
             )
-        run = self._run
-        if self._phase is Phase.REHEARSAL:
-            run.calls.append(_Call(expert, x))
+        if self._phase is CallPhase.REHEARSAL:
+            self._run.calls.append((expert, x))
             width, dtype = self._form(x)
             return x.new_full((*x.shape[:-1], width), PLACEHOLDER, dtype=dtype)
-        call = run.calls[run.replayed] if run.replayed < len(run.calls) else None
-        run.replayed += 1
-        if call is None or call.expert != expert or call.x.shape != x.shape:
+        result = self._run.replay(expert, x)
+        if result is None:
             raise self._refusal(_UNEQUAL)
-        run.differs.append((_bits(call.x) != _bits(x)).any())
-        return call.result
+        return result
 
     def _form(self, x: Tensor) -> tuple[int, torch.dtype]:
         """Return the width and the dtype of an expert's output: one that is here computes one row."""
@@ -150,26 +153,28 @@ class ListedExperts:
             self._forms[key] = y.shape[-1], y.dtype
         return self._forms[key]
 
-    def _exchange(self, chain: Chain) -> None:
+    def _exchange(self, chain: CallChain) -> None:
         """Have the inputs of all calls computed, and note their results."""
-        calls, sharing = sorted(self._run.calls, key=lambda call: call.expert), self._sharing
+        run, sharing = self._run, self._sharing
+        order = sorted(range(len(run.calls)), key=lambda place: run.calls[place][0])
+        inputs = [run.calls[place][1] for place in order]
         # Rows, calls, and the outer dims of a call that has more than two.
         table: list[Entry] = [[0] * 4 for _ in range(sharing.count)]
-        for call in calls:
-            entry, shape = table[call.expert], call.x.shape
+        for expert, x in run.calls:
+            entry, shape = table[expert], x.shape
             if len(shape) > 2 and (entry[1] or len(shape) > 4 or sharing.lines is not None):
                 raise self._refusal(
-                    f"expert {call.expert} was called with shape {tuple(shape)}; with more than two dims it may be "
-                    "called once in a forward, have four, and not be tensor-parallel: call it with (rows, width)"
+                    f"expert {expert} was called with shape {tuple(shape)}; with more than two dims it may be called "
+                    "once in a forward, have four, and not be tensor-parallel: call it with (rows, width)"
                 )
-            table[call.expert] = [entry[0] + shape[:-1].numel(), entry[1] + 1, *[*shape[:-2], 0, 0][:2]]
-        if len(forms := {(call.x.shape[-1], call.x.dtype) for call in calls}) > 1:
+            table[expert] = [entry[0] + shape[:-1].numel(), entry[1] + 1, *[*shape[:-2], 0, 0][:2]]
+        if len(forms := {(x.shape[-1], x.dtype) for x in inputs}) > 1:
             raise self._refusal(f"its experts take rows of several widths or dtypes: {sorted(forms, key=str)}")
-        rows = torch.cat([call.x.flatten(0, -2) for call in calls]) if calls else self._nothing()
+        rows = torch.cat([x.flatten(0, -2) for x in inputs]) if inputs else self._nothing()
         results = compute_at_owners(rows, table, sharing, chain, self._compute_here)
-        parts = _Parts.apply(results, [call.x.shape[:-1].numel() for call in calls])  # type: ignore[no-untyped-call]
-        for call, part in zip(calls, parts, strict=True):
-            call.result = part.view(*call.x.shape[:-1], part.shape[-1])
+        parts = _Parts.apply(results, [x.shape[:-1].numel() for x in inputs])  # type: ignore[no-untyped-call]
+        shaped = (part.view(*x.shape[:-1], part.shape[-1]) for x, part in zip(inputs, parts, strict=True))
+        run.results = [y for _, y in sorted(zip(order, shaped, strict=True), key=itemgetter(0))]
 
     def _compute_here(self, arrived: Tensor, senders: list[list[Entry]]) -> Tensor:
         """Return the results of the rows that have arrived. An expert that no rank has called is not called."""
@@ -184,7 +189,7 @@ class ListedExperts:
             return by_sender(results)
         # What others return to this rank is like what its calls expect.
         calls = self._run.calls
-        return self._nothing(*self._form(calls[0].x)) if calls else self._nothing()
+        return self._nothing(*self._form(calls[0][1])) if calls else self._nothing()
 
     def _outer(self, expert: int, rows: Tensor, entry: Entry) -> Tensor:
         """Return the results of a call with more than two dims, as rows."""
@@ -226,7 +231,7 @@ def _bits(x: Tensor) -> Tensor:
     return x.detach().contiguous().view(_INTEGERS[x.itemsize])
 
 
-def share_listed(block: nn.Module, experts: nn.Module, sharing: Sharing) -> None:
+def share_listed(block: nn.Module, experts: nn.Module, sharing: ExpertSharing) -> None:
     """Let a block have the experts that it calls, those of a list, computed by the ranks that have them."""
     members = [child for child in experts.children() if any(True for _ in child.parameters())]
     ListedExperts(block, members, sharing)

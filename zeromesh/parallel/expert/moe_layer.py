@@ -19,7 +19,7 @@ JITTER = 1e-2  # inputs of the gate are multiplied by 1 - JITTER to 1 + JITTER
 
 
 class Routing(NamedTuple):
-    """What a gate decides."""
+    """Decision of a gate."""
 
     loss: Tensor  # auxiliary, that balances the experts
     weights: Tensor  # (S, E), 0 for experts that a token does not go to
@@ -90,8 +90,8 @@ class TopKGate(nn.Module):
         capacity = min(self._capacity(gates, 1) if self.drop_tokens else int(counts.max()), len(gates))
         # Those of the largest random numbers are kept, which does not prefer the first ones of a batch.
         order = chosen * torch.rand(chosen.shape, device=chosen.device) if self.use_rts else chosen
-        kept = torch.zeros_like(chosen).scatter_(0, order.topk(capacity, dim=0).indices, 1) * chosen
-        return Routing(loss, gates * kept, kept.bool(), counts.detach())
+        chosen = chosen * torch.zeros_like(chosen).scatter_(0, order.topk(capacity, dim=0).indices, 1)
+        return Routing(loss, gates * chosen, chosen.bool(), counts.detach())
 
     def _top_two(self, logits: Tensor, gates: Tensor, used_token: Tensor | None) -> Routing:
         first = _one_hot(gates.argmax(1), gates)

@@ -13,12 +13,14 @@ from torch import nn
 
 from zeromesh.base.split import Held
 from zeromesh.comm.mesh import Mesh
+from zeromesh.parallel.activation.choices import add_router, keep_choices
+from zeromesh.parallel.expert.adapted import take_part
 from zeromesh.parallel.expert.contract import Contract
 from zeromesh.parallel.expert.dispatch import RowExchange
 from zeromesh.parallel.expert.forms import Experts
 from zeromesh.parallel.expert.lists import share_listed
 from zeromesh.parallel.expert.routed import RoutedExperts
-from zeromesh.parallel.expert.stacked import Sharing, share_sorted, share_stacked
+from zeromesh.parallel.expert.stacked import ExpertSharing, share_sorted, share_stacked
 from zeromesh.parallel.follow.activation_parts import replace_forward
 
 FIRST_TAG = 1 << 14  # of the messages of experts, behind those of flat buffers
@@ -47,21 +49,24 @@ def apply(model: nn.Module, mesh: Mesh, experts: Sequence[Experts]) -> None:
         exchange = RowExchange(mesh.group("expert"), tag, item.name)
         for (inner, attribute), value in item.sizes.items():
             setattr(item.module.get_submodule(inner), attribute, value)
-        sharing = Sharing(exchange, item.count, lines, tag + RowExchange.TAGS)
+        take_part(item.module, mesh.group("expert").rank, mesh.group("expert").size)
+        sharing = ExpertSharing(exchange, item.count, lines, tag + RowExchange.TAGS)
         SHARES[item.contract](model, item, sharing)
+        add_router(item.module)
+    keep_choices(model)
 
 
-def _share_routed(model: nn.Module, item: Experts, sharing: Sharing) -> None:
+def _share_routed(model: nn.Module, item: Experts, sharing: ExpertSharing) -> None:
     shared = RoutedExperts(
         item.module, sharing.exchange, item.count, item.beyond, sharing.lines, sharing.tag, item.choices
     )
     replace_forward(item.module, torch.compiler.disable(shared.__call__))
 
 
-SHARES: dict[Contract, Callable[[nn.Module, Experts, Sharing], None]] = {
+SHARES: dict[Contract, Callable[[nn.Module, Experts, ExpertSharing], None]] = {
     Contract.ROUTED: _share_routed,
     Contract.SORTED: lambda model, item, sharing: share_sorted(item.module, sharing),
     Contract.STACKED: lambda model, item, sharing: share_stacked(item.module, sharing),
     Contract.LISTED: lambda model, item, sharing: share_listed(model.get_submodule(item.caller), item.module, sharing),
 }
-"""How experts that are called in each way compute for all ranks."""
+"""Functions that let experts of each contract compute for all ranks."""

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from zeromesh.comm.collectives import Group
+from zeromesh.parallel.activation.choices import same_choice
+from zeromesh.parallel.expert.adapted import inner_forward
 from zeromesh.parallel.expert.dispatch import Choice, RowExchange
 from zeromesh.parallel.tensor.operators import move
 
@@ -56,7 +58,7 @@ class RoutedExperts:
         self._count = count
         self._lines, self._tag, self._choices = lines, tag, choices
         self._forward = module.forward
-        self._signature = inspect.signature(self._forward)
+        self._signature = inspect.signature(inner_forward(module))
         if lines is not None:
             purposes = (f"{what} of experts {exchange.name!r}" for what in ("choices", "inputs", "weights"))
             lines.purposes.update(zip(range(tag, tag + self.TAGS), purposes, strict=True))
@@ -71,6 +73,7 @@ class RoutedExperts:
             ValueError: other arguments, or ranks that are given the same tokens choose different experts for them.
         """
         hidden, index, weights = self._arguments(*args, **kwargs)
+        hidden = same_choice(hidden, index, self._exchange.name)
         shape, width = hidden.shape, index.shape[-1]
         hidden, index, weights = (
             hidden.reshape(-1, shape[-1]),

@@ -26,12 +26,12 @@ from zeromesh.parallel.tensor.operators import move
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 Entry = list[int]
-"""What the owner of an expert is told of a rank's calls of it: first the number of rows."""
+"""Numbers that the owner of an expert is told of a rank's calls of it, the number of rows first."""
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """How the experts of one layer are shared."""
+class ExpertSharing:
+    """Ranks that share the experts of one layer."""
 
     exchange: RowExchange
     count: int  # experts of all ranks
@@ -50,8 +50,8 @@ class Sharing:
         return range(self.exchange.group.rank * each, (self.exchange.group.rank + 1) * each)
 
 
-class Chain:
-    """What lets all ranks come to all messages of a call's backward, also those that have no rows.
+class CallChain:
+    """Graph in which all ranks come to all messages of a call's backward, also those that have no rows.
 
     Args:
         module: the module that is called.
@@ -88,7 +88,9 @@ Compute = Callable[[Tensor, list[list[Entry]]], Tensor]
 """Results of rows that are sorted by sender and expert, from these and the entries of each sender."""
 
 
-def compute_at_owners(rows: Tensor, table: Sequence[Entry], sharing: Sharing, chain: Chain, compute: Compute) -> Tensor:
+def compute_at_owners(
+    rows: Tensor, table: Sequence[Entry], sharing: ExpertSharing, chain: CallChain, compute: Compute
+) -> Tensor:
     """Return the results of rows, in their order. Collective.
 
     Args:
@@ -158,7 +160,7 @@ def odd_output(name: str, output: Any, wanted: str) -> RuntimeError:
     return RuntimeError(f"{name} returned {shown}; ranks can share experts that return a tensor, {wanted}")
 
 
-def _stacked(forward: Callable[..., Any], module: nn.Module, sharing: Sharing, x: Tensor) -> Tensor:
+def _stacked(forward: Callable[..., Any], module: nn.Module, sharing: ExpertSharing, x: Tensor) -> Tensor:
     """Compute ``(experts, rows, ...)`` or ``(experts * rows, width)``: the same but for the last dim."""
     count, shape, flat = sharing.count, x.shape, x.ndim == 2
     if x.ndim < 2 or shape[0] % count or not (flat or shape[0] == count):
@@ -178,11 +180,11 @@ def _stacked(forward: Callable[..., Any], module: nn.Module, sharing: Sharing, x
         return torch.cat([part.flatten(0, 1) for part in parts])
 
     rows = x.reshape(count * each, prod(shape[1 if flat else 2 :]))
-    y = compute_at_owners(rows, [[each]] * count, sharing, Chain(module, x), compute)
+    y = compute_at_owners(rows, [[each]] * count, sharing, CallChain(module, x), compute)
     return y if flat else y.view(count, each, *shape[2:-1], y.shape[-1] // prod(shape[2:-1]))
 
 
-def _sorted(forward: Callable[..., Any], module: nn.Module, sharing: Sharing, rows: Tensor, sizes: Any) -> Tensor:
+def _sorted(forward: Callable[..., Any], module: nn.Module, sharing: ExpertSharing, rows: Tensor, sizes: Any) -> Tensor:
     """Compute rows that are sorted by expert, shape ``(rows, width)``; sizes, a list or a tensor, say how many each."""
     counts = [int(size) for size in (sizes.tolist() if isinstance(sizes, Tensor) else sizes)]
     if len(counts) != sharing.count or rows.ndim != 2 or sum(counts) != len(rows):
@@ -201,14 +203,14 @@ def _sorted(forward: Callable[..., Any], module: nn.Module, sharing: Sharing, ro
         parts = zip(y.split(lengths), pieces, strict=True)
         return by_sender([list(part.split([*map(len, of_expert)])) for part, of_expert in parts])
 
-    return compute_at_owners(rows, [[count] for count in counts], sharing, Chain(module, rows), compute)
+    return compute_at_owners(rows, [[count] for count in counts], sharing, CallChain(module, rows), compute)
 
 
-def share_stacked(module: nn.Module, sharing: Sharing) -> None:
+def share_stacked(module: nn.Module, sharing: ExpertSharing) -> None:
     """Let a module that is called with one tensor of all experts' rows compute on the ranks that have the experts."""
     replace_forward(module, torch.compiler.disable(partial(_stacked, module.forward, module, sharing)))
 
 
-def share_sorted(module: nn.Module, sharing: Sharing) -> None:
+def share_sorted(module: nn.Module, sharing: ExpertSharing) -> None:
     """Let a module that is called with rows sorted by expert and their sizes compute on the ranks that have them."""
     replace_forward(module, torch.compiler.disable(partial(_sorted, module.forward, module, sharing)))

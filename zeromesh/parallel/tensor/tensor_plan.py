@@ -212,7 +212,7 @@ def _members(name: str, rule: PlanRule, modules: Mapping[str, nn.Module]) -> Ite
         yield Member(name, modules[container], name.rpartition(".")[2], rule, "parameter", container, style)
         return
     module = modules[name]
-    if not is_adapted(module):
+    if not is_adapted(module) or hasattr(module, "parameter_name"):  # the adapter of a stacked weight
         yield Member(name, module, None, rule, kind_of(module), container, style)
         return
     for path, inner in module.named_modules(prefix=name):

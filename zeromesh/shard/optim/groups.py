@@ -57,6 +57,15 @@ def hidden_matrices(model: nn.Module) -> frozenset[str]:
     return frozenset(name for parameter, name in chosen.items() if parameter not in excluded)
 
 
+def stacked_matrices(model: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters of three dims that have a matrix for each expert: all but convolutions'."""
+    return frozenset(
+        f"{module_name}.{name}".removeprefix(".")
+        for module_name, owner, name, parameter in _owned_parameters(model, remove_duplicate=False)
+        if parameter.ndim == 3 and not isinstance(owner, nn.modules.conv._ConvNd)
+    )
+
+
 def _owned_parameters(
     model: nn.Module, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:

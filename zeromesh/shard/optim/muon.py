@@ -43,6 +43,7 @@ class Muon(StepOptimizer):
         exchange: how to get whole matrices.
         matrices: names of the parameters that Muon updates, the same on all ranks. Those with more than two dims are
             taken as matrices of ``shape[0]`` rows.
+        stacked: those of them that have a matrix for each entry of the first dim, as of each expert.
         lr: learning rate of both parts, ``muon_lr`` and ``adam_lr`` of one; by default 1e-3.
         weight_decay: decoupled, of both parts; by default 0.1 for matrices and 0.01 for the rest, as in torch.
         momentum, nesterov, ns_coefficients, ns_steps, adjust_lr_fn: of the matrices' part, as in ``torch.optim.Muon``.
@@ -58,6 +59,7 @@ class Muon(StepOptimizer):
         pieces: Iterable[Piece],
         exchange: PieceExchange,
         matrices: frozenset[str],
+        stacked: frozenset[str] = frozenset(),
         lr: float = 1e-3,
         muon_lr: float | None = None,
         adam_lr: float | None = None,
@@ -72,7 +74,7 @@ class Muon(StepOptimizer):
     ) -> None:
         self._pieces = {piece.parameter: piece for piece in pieces}
         self._exchange = exchange
-        self._matrices = matrices
+        self._matrices, self._stacked = matrices, stacked
         muon = {
             "lr": lr if muon_lr is None else muon_lr,
             "weight_decay": 0.1 if weight_decay is None else weight_decay,
@@ -128,13 +130,14 @@ class Muon(StepOptimizer):
 
     def _update_bucket(self, number: int, pieces: Mapping[str, tuple[Piece, dict[str, Any]]]) -> None:
         momenta = {name: self._momentum(piece.parameter, group) for name, (piece, group) in pieces.items()}
-        gathered = self._exchange.gather(number, momenta)
+        gathered = self._exchange.gather(number, momenta, self._stacked)
         for name, (piece, group) in pieces.items():
-            matrix = gathered[name].flatten(1)
-            update = orthogonalize(matrix, group["ns_coefficients"], group["ns_steps"])
-            factor = _ADJUST_LR[group["adjust_lr_fn"]](*matrix.shape)
+            momentum = gathered[name]
+            matrices = momentum if name in self._stacked else momentum.flatten(1)[None]
+            update = torch.stack([orthogonalize(m, group["ns_coefficients"], group["ns_steps"]) for m in matrices])
+            factor = _ADJUST_LR[group["adjust_lr_fn"]](*matrices.shape[1:])
             piece.parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            part = piece.cut(update.view(piece.shape)).view_as(piece.parameter).to(piece.parameter.device)
+            part = piece.cut(update.view(momentum.shape)).view_as(piece.parameter).to(piece.parameter.device)
             piece.parameter.add_(part, alpha=-group["lr"] * factor)
 
     def _momentum(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> torch.Tensor:

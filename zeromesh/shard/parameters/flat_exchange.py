@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -63,7 +63,9 @@ class FlatExchange:
             rows[:, places] = part.view(-1, len(places))
         return vector
 
-    def gather(self, bucket: int, pieces: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def gather(
+        self, bucket: int, pieces: Mapping[str, torch.Tensor], parts: Collection[str] = ()
+    ) -> dict[str, torch.Tensor]:
         """Whole tensors from one piece each."""
         flat = self._flats[bucket]
         layout = flat.layout
@@ -74,8 +76,15 @@ class FlatExchange:
                 shard[local].copy_(pieces[piece.name].flatten())
         if self._shared and flat.group.size > 1:
             flat.group.all_gather(full, shard, flat.tag + 3).wait()
-        return {
-            segment.name: join(segment.held, full[segment.start : segment.stop].view(segment.shape), self._mesh)
+        values = {
+            segment: full[segment.start : segment.stop].view(segment.shape)
             for segment in layout.segments
             if segment.name in pieces
+        }
+        # What one rank has all of, others have no piece of, and would not take part in a message.
+        return {
+            segment.name: value
+            if segment.name in parts or (segment.held.split is not None and segment.held.split.owner is not None)
+            else join(segment.held, value, self._mesh)
+            for segment, value in values.items()
         }
