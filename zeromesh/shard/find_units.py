@@ -66,9 +66,9 @@ def unit_modules(
     units = {
         name: module
         for name, module in find_units(model, targets)
-        if not any(name.startswith(f"{outer}.") for outer in experts)
+        if not any(not outer or name.startswith(f"{outer}.") for outer in experts)
     }
-    units |= {name: model.get_submodule(name) for name in experts}
+    units |= {name: model.get_submodule(name) for name in experts if name}  # the model itself is one anyway
     leaves = [(name, module) for name, module in model.named_modules() if is_leaf(module)]
     tiles = [(name, module) for name, module in model.named_modules() if isinstance(module, Tile)]
     units |= {name: module for name, module in tiles if not _inside(name, leaves)}

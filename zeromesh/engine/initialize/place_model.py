@@ -191,7 +191,7 @@ class Placing:
 
             split, experts = (
                 split | holdings(plan.mesh, self.experts),
-                [item.caller for item in self.experts if item.caller],
+                [item.caller for item in self.experts],
             )
         tied, idle = ({}, ()) if stages is None else (stages.tied, stages.idle)
         part = ModelPart(split, tied, idle, experts)

@@ -143,9 +143,9 @@ class _Proof:
         for (path, attribute), size in self.form.sizes.items():
             setattr(self.module.get_submodule(path), attribute, size - self.form.count + length)
         values = dict(self.values)
-        for name, (rows, _) in self.form.stacked.items():
+        for name, (rows, behind) in self.form.stacked.items():
             part = values[name][start * rows : (start + length) * rows]
-            values[name] = torch.cat([part, values[name][self.count * rows :]])
+            values[name] = torch.cat([part, values[name][-behind:]]) if behind else part
         result: Tensor = functional_call(self.module, values, inputs)
         return result
 

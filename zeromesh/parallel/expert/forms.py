@@ -40,7 +40,7 @@ def find_experts(model: nn.Module, targets: Sequence[str], ranks: int) -> list[E
     modules = bare_modules(model)
     experts: list[Experts] = []
     objections: dict[str, str] = {}
-    proven: dict[Any, Form] = {}  # by class, shapes and sizes: the layers of a model are alike
+    proofs: dict[Any, tuple[Form | None, str]] = {}  # by class, shapes and sizes: the layers of a model are alike
     for name in _targeted(modules, targets) if targets else _suspected(modules):
         module = modules[name]
         if any(name.startswith(f"{outer.name}.") for outer in experts):
@@ -50,12 +50,11 @@ def find_experts(model: nn.Module, targets: Sequence[str], ranks: int) -> list[E
             continue
         shapes = tuple((key, p.shape, p.dtype, p.device) for key, p in module.named_parameters())
         key = type(module), shapes, tuple(_sizes(module).items()), id(vars(module).get("forward"))
-        if key not in proven:
-            form, objections[name] = _prove(module, ranks)
-            if form is None:
-                continue
-            proven[key], _ = form, objections.pop(name)
-        experts.append(_stacked(name, module, proven[key], ranks))
+        form, objection = proofs[key] = proofs.get(key) or _prove(module, ranks)
+        if form is None:
+            objections[name] = objection
+        else:
+            experts.append(_stacked(name, module, form, ranks))
     if objections and (targets or not experts):
         raise ValueError(_no_contract(modules, objections))
     experts = [with_adapters(model, item) for item in experts]
@@ -206,6 +205,12 @@ def _check(model: nn.Module, experts: Sequence[Experts], ranks: int) -> None:
             f"mesh.expert is {ranks}, and the model has no experts: no module has parameters with a row for each of "
             f"them, and none is a list of equal experts; leave mesh.expert out. {_remedy(dict(model.named_modules()))}"
         )
+    for name, module in model.named_modules():
+        capacity = vars(module).get("expert_capacity", 1)
+        if isinstance(capacity, int) and capacity < 1:
+            raise ValueError(
+                f"{name}.expert_capacity is {capacity}, with which every token would be dropped; give it at least 1"
+            )
     common = math.gcd(*(item.count for item in experts))
     sizes = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)
     for item in experts:
