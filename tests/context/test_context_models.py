@@ -15,7 +15,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from harness import run_ranks
-from huggingface_models import GROUPED, LAYERS, MODELS, SPECIAL, USUAL, VOCABULARY, Model, text, without_dropout
+from huggingface_models import (
+    GROUPED,
+    LAYERS,
+    MODELS,
+    SPECIAL,
+    USUAL,
+    VOCABULARY,
+    Model,
+    text,
+    wide_loss,
+    without_dropout,
+)
 from test_context import fake
 from zeromesh import Mesh
 from zeromesh.apps.train.architectures.decoder import Decoder
@@ -51,13 +62,6 @@ PLAIN = {
 }  # fmt: skip
 
 Found = tuple[torch.Tensor, dict[str, torch.Tensor]]
-
-
-def wide_loss(logits: Any, labels: Any, vocab_size: int, shift_labels: Any = None, **kwargs: Any) -> torch.Tensor:
-    """Return the loss of transformers, but in the dtype of the logits, and not in fp32."""
-    if shift_labels is None:
-        shift_labels = F.pad(labels, (0, 1), value=IGNORE_LABEL)[:, 1:]
-    return F.cross_entropy(logits.flatten(0, 1), shift_labels.flatten())
 
 
 def build(name: str, dtype: torch.dtype = torch.float64) -> Any:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 SAMPLES = 4
 """In a global batch."""
@@ -93,6 +94,13 @@ def without_dropout(config: Any) -> None:
             setattr(config, name, 0.0)
         elif hasattr(value, "to_dict"):
             without_dropout(value)
+
+
+def wide_loss(logits: Any, labels: Any, vocab_size: int, shift_labels: Any = None, **kwargs: Any) -> torch.Tensor:
+    """Return the loss of transformers, but in the dtype of the logits, and not in fp32."""
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), shift_labels.flatten())
 
 
 def tokens(generator: torch.Generator, *shape: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from huggingface_models import SAMPLES, VOCABULARY, Batch, tokens, without_dropout
+from huggingface_models import SAMPLES, VOCABULARY, Batch, tokens, wide_loss, without_dropout
 
 COUNT = 4
 """Number of experts."""
@@ -73,7 +73,9 @@ class Mixture:
         config: name of the configuration's class.
         options: over ``SIZES``; None leaves one of them out.
         folder: of the model in transformers, where its classes are not public.
-        dtype: in which it is compared: it computes in float64, or has the dtype fp32 in its code.
+        dtype: in which it is compared.
+        tolerance: for |a - b| / (1 + |b|).
+        per_share: its results depend on the samples beside one: it drops tokens, or has a balancing loss.
     """
 
     model: str
@@ -81,6 +83,8 @@ class Mixture:
     options: Mapping[str, Any] = field(default_factory=dict)
     folder: str = ""
     dtype: torch.dtype = torch.float64
+    tolerance: float = 1e-9
+    per_share: bool = False
 
     def build(self, **options: Any) -> Any:
         """Return the model with random weights, without dropout, in its dtype; ``options`` are of the configuration."""
@@ -96,6 +100,8 @@ class Mixture:
         with torch.no_grad():  # what a model begins with as zero, or not at all, would hide a wrong part of it
             for parameter in model.parameters():
                 parameter.copy_(torch.randn(parameter.shape) * 0.2 + (parameter == 1))
+        if "ForCausalLM" in self.model and self.dtype == torch.float64:
+            model.loss_function = wide_loss
         return (model if "For" in self.model else TextMixture(model, config)).to(self.dtype)
 
     def _class(self, name: str, part: str) -> Any:
@@ -204,7 +210,7 @@ MIXTURES: Mapping[str, Mixture] = {
     "hy_v3": Mixture("HYV3ForCausalLM"),
     "hy_v4": Mixture("HYV4ForCausalLM"),
     "inkling": Mixture("InklingForCausalLM", "InklingTextConfig"),
-    "inkling2": Mixture("Inkling2ForCausalLM", "Inkling2TextConfig", dtype=torch.float32),
+    "inkling2": Mixture("Inkling2ForCausalLM", "Inkling2TextConfig", dtype=torch.float32, tolerance=2e-5),
     "jamba": Mixture(
         "JambaForCausalLM",
         options={"attn_layer_period": 1, "attn_layer_offset": 0, "expert_layer_period": 1, "expert_layer_offset": 0},
@@ -256,10 +262,15 @@ MIXTURES: Mapping[str, Mixture] = {
             **dict.fromkeys(("encoder_sparse_step", "decoder_sparse_step"), 1),
             "expert_capacity": 8,
         },
+        per_share=True,
     ),
     "olmoe": Mixture("OlmoeForCausalLM"),
     "openai_privacy_filter": Mixture(
-        "OpenAIPrivacyFilterForTokenClassification", "OpenAIPrivacyFilterConfig", {"num_labels": VOCABULARY}
+        "OpenAIPrivacyFilterForTokenClassification",
+        "OpenAIPrivacyFilterConfig",
+        {"num_labels": VOCABULARY},
+        dtype=torch.float32,  # its experts add to a sum in fp32, as inkling2's do
+        tolerance=2e-5,
     ),
     "phimoe": Mixture("PhimoeForCausalLM"),
     "qwen2_moe": Mixture("Qwen2MoeForCausalLM"),
@@ -301,6 +312,7 @@ MIXTURES: Mapping[str, Mixture] = {
             "expert_capacity": 8,
             "decoder_start_token_id": 0,
         },
+        per_share=True,
     ),
     "unlimited_ocr": Mixture("UnlimitedOcrTextModel", "UnlimitedOcrTextConfig", folder="unlimited_ocr"),
     "zaya": Mixture(

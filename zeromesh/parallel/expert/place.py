@@ -54,7 +54,9 @@ def apply(model: nn.Module, mesh: Mesh, experts: Sequence[Experts]) -> None:
 
 
 def _share_routed(model: nn.Module, item: Experts, sharing: ExpertSharing) -> None:
-    shared = RoutedExperts(item.module, sharing.exchange, item.count, item.beyond, sharing.lines, sharing.tag)
+    shared = RoutedExperts(
+        item.module, sharing.exchange, item.count, item.beyond, sharing.lines, sharing.tag, item.choices
+    )
     replace_forward(item.module, torch.compiler.disable(shared.__call__))
 
 
