@@ -242,8 +242,8 @@ def _check_class(cls: type[Optimizer], sharded: bool, allow_untested: bool, name
     if sharded and not (allow_untested or row.takes_pieces):
         raise ValueError(
             f"{name or cls.__name__} is not known to update each element by itself, as it must where parameters are "
-            "sharded; use ZeRO-0 (zero_optimization.stage = 0), or set `zero_allow_untested_optimizer` to "
-            "true if it does"
+            "sharded; use ZeRO-0 (zero_optimization.stage = 0) without mesh.tensor and mesh.expert, or set "
+            "`zero_allow_untested_optimizer` to true if it does"
         )
 
 
@@ -265,7 +265,7 @@ class NoPieces(list[nn.Parameter]):
         raise IndexError(
             "this rank updates no piece of this parameter group, which is sharded over the ranks: test "
             'group["params"] before an index, loop over it, or take the parameters of the model itself; with '
-            "ZeRO-0 (zero_optimization.stage = 0) every rank has all"
+            "ZeRO-0 (zero_optimization.stage = 0) without mesh.tensor and mesh.expert every rank has all"
         )
 
 
