@@ -169,6 +169,6 @@ def test_trainers_of_other_libraries_share_experts(library: str, number: int, tm
     config = hf_training.stage(number, mesh={"expert": 2})
     (found, *_) = run_ranks(train_in, 2, library, tmp_path / "shared", config, timeout=LIMIT)
     wanted = train_in(library, tmp_path / "plain", None)
-    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(wanted[0]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(wanted[0]), rtol=1e-3, atol=1e-5)
     assert found[1].keys() == wanted[1].keys()
     torch.testing.assert_close(found[1], dict(wanted[1]), rtol=1e-3, atol=1e-4)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,9 +19,6 @@ from torch.nn.utils import parametrize
 
 from zeromesh.base.quantized_layers import FOUR_BIT, change, layers, weight_of
 from zeromesh.base.split import Split
-
-if TYPE_CHECKING:
-    from zeromesh.parallel.expert.forms import Experts
 
 BASE = "base_layer"
 
@@ -69,8 +66,8 @@ def shape_of(steps: Any) -> torch.Size:
     return torch.Size(steps[0].quant_state.shape)
 
 
-def with_adapters(model: nn.Module, experts: Experts) -> Experts:
-    """Return experts with all that PEFT and bitsandbytes have put around them, and its splits.
+def with_adapters(model: nn.Module, experts: Any) -> Any:
+    """Return ``forms.Experts`` with all that PEFT and bitsandbytes have put around them, and its splits.
 
     Raises:
         ValueError: the blocks of a packed weight do not end where an expert does.
@@ -129,7 +126,7 @@ def _packed(path: str, steps: Any, split: Split) -> Split:
 
 
 def take_part(module: nn.Module, rank: int, ranks: int) -> None:
-    """Let packed weights inside of a module stand for one of equal parts of their values, unless they are whole.
+    """Let packed weights inside of a module stand for one of equal parts of their values, unless they are every.
 
     Let adapters of one expert be those of a stacked weight.
     """
@@ -156,22 +153,22 @@ def _part(base: type, rank: int, ranks: int) -> type:
 
     class Part(base):  # type: ignore[misc]
         def forward(self, packed: torch.Tensor) -> torch.Tensor:
-            whole = self.quant_state
-            shape = (whole.shape[0] // ranks, *whole.shape[1:])
+            every = self.quant_state
+            shape = (every.shape[0] // ranks, *every.shape[1:])
             if 2 * packed.numel() * packed.itemsize != math.prod(shape):  # gathered
                 gathered: torch.Tensor = super().forward(packed)
                 return gathered
             library = import_module("bitsandbytes.functional")
-            scales = whole.absmax
-            if whole.nested:
-                scales = (library.dequantize_blockwise(scales, whole.state2) + whole.offset).float()
+            scales = every.absmax
+            if every.nested:
+                scales = (library.dequantize_blockwise(scales, every.state2) + every.offset).float()
             state = library.QuantState(
                 absmax=scales.chunk(ranks)[rank],
                 shape=torch.Size([math.prod(shape)]),  # rows that end inside of a block are misread on a CPU
-                code=whole.code,
-                blocksize=whole.blocksize,
-                quant_type=whole.quant_type,
-                dtype=whole.dtype,
+                code=every.code,
+                blocksize=every.blocksize,
+                quant_type=every.quant_type,
+                dtype=every.dtype,
             )
             with torch.no_grad():
                 value: torch.Tensor = library.dequantize_4bit(packed, state)
