@@ -126,7 +126,7 @@ def _packed(path: str, steps: Any, split: Split) -> Split:
 
 
 def take_part(module: nn.Module, rank: int, ranks: int) -> None:
-    """Let packed weights inside of a module stand for one of equal parts of their values, unless they are every.
+    """Let packed weights inside of a module stand for one of equal parts of their values, unless they are whole.
 
     Let adapters of one expert be those of a stacked weight.
     """
