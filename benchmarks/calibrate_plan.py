@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -20,13 +20,24 @@ from published import PublishedRow, read_rows
 from published_fit import samples_of
 from published_practices import Constants
 from published_time import LAYER, gpu_name, machine_of, seconds_of
-from zeromesh.apps.plan.machine.calibration import FEW, NEAREST, PATH, calibration_of, kind_of, reserved_margin, table
+from zeromesh.apps.plan.machine.calibration import (
+    FEW,
+    NEAREST,
+    PATH,
+    WITH_EXPERTS,
+    Spread,
+    calibration_of,
+    kind_of,
+    reserved_margin,
+    spread_of,
+    table,
+)
 from zeromesh.base.devices import ACCELERATORS, find_accelerator
 
 # Chips that are the same, or two of which are one device.
 FAMILIES = {
     "V100": ("v100",), "A100": ("a100",), "H100": ("h100", "h200", "h800", "gh200"), "B200": ("b200", "gb200"),
-    "B300": ("b300", "gb300"), "MI300X": ("mi300x",),
+    "B300": ("b300", "gb300"), "MI300X": ("mi300x", "mi325x"), "MI355X": ("mi355x",),
 }  # fmt: skip
 NO_GUIDE = "power-limited"  # in the note of rows whose cards were not as their data sheet says
 
@@ -62,7 +73,8 @@ def rows_of(rows: Sequence[PublishedRow]) -> list[CalibrationRow]:
             ratio = sample.measured / seconds_of(sample.setting, Constants())
             kind = kind_of(machine, layout.ranks)
             own, short = sample.setting.practice.own_kernels, accelerator.short
-            found.append(CalibrationRow(row.id, row.source, family_of(short), kind, short, ratio, own))
+            family = family_of(short) + (WITH_EXPERTS if row.model.get("experts") else "")
+            found.append(CalibrationRow(row.id, row.source, family, kind, short, ratio, own))
     return found
 
 
@@ -89,13 +101,14 @@ def reserved_of(rows: Sequence[PublishedRow]) -> list[float]:
 
 def document_of(rows: Sequence[PublishedRow]) -> dict[str, object]:
     """Return the content of the file."""
-    families: dict[str, dict[str, dict[str, list[float]]]] = defaultdict(lambda: defaultdict(dict))
+    families: dict[str, dict[str, dict[str, dict[str, list[float]]]]] = defaultdict(lambda: defaultdict(dict))
     used = counted(rows_of(rows))
-    for row in sorted(used, key=lambda row: (row.family, [*NEAREST].index(row.kind), row.gpu, row.ratio)):
-        families[row.family][row.kind].setdefault(row.gpu, []).append(round(row.ratio, 3))
+    for row in sorted(used, key=lambda row: (row.family, [*NEAREST].index(row.kind), row.gpu, row.source, row.ratio)):
+        of_gpu = families[row.family][row.kind].setdefault(row.gpu, {})
+        of_gpu.setdefault(row.source, []).append(round(row.ratio, 3))
     return {
-        "about": "measured / predicted seconds of published steps by family, kind of run and GPU; measured / predicted "
-        "reserved memory. Written by benchmarks/calibrate_plan.py from benchmarks/published-rows.json.",
+        "about": "measured / predicted seconds of published steps by family, kind of run, GPU and source; measured / "
+        "predicted reserved memory. Written by benchmarks/calibrate_plan.py from benchmarks/published-rows.json.",
         "sources": sorted({row.source for row in used}),
         "family": {item.short: family for item in ACCELERATORS if (family := family_of(item.short)) in families},
         "families": families,
@@ -106,18 +119,38 @@ def document_of(rows: Sequence[PublishedRow]) -> dict[str, object]:
 # The report card.
 
 
+def grouped(rows: Sequence[CalibrationRow]) -> dict[tuple[str, str], dict[str, list[float]]]:
+    """Return ratios by family and kind of run, and by source."""
+    groups: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        groups[row.family, row.kind][row.source].append(row.ratio)
+    return groups
+
+
+def spreads_of(groups: Mapping[tuple[str, str], Mapping[str, Sequence[float]]]) -> dict[bool, Spread]:
+    """Return the spread of dense models' rows, and that of mixtures."""
+    return {
+        experts: spread_of(group for (family, _), group in groups.items() if family.endswith(WITH_EXPERTS) is experts)
+        for experts in (False, True)
+    }
+
+
 def leave_out(rows: Sequence[CalibrationRow], by: str) -> list[tuple[CalibrationRow, float, bool]]:
     """Return each row with its error and whether it is in the interval, by the rows without it or its source."""
     found = []
+    others: dict[str, tuple[dict[tuple[str, str], dict[str, list[float]]], dict[bool, Spread]]] = {}
     for row in rows:
-        rest = [other for other in rows if getattr(other, by) != getattr(row, by) and other.family == row.family]
-        for kind in NEAREST[row.kind]:
-            if ratios := [other.ratio for other in rest if other.kind == kind]:
-                calibration = calibration_of(ratios)
-                factor = calibration.factor
-                inside = factor * calibration.low <= row.ratio <= factor * calibration.high
-                found.append((row, factor / row.ratio - 1, inside))
-                break
+        name = getattr(row, by)
+        if name not in others:
+            groups = grouped([other for other in rows if getattr(other, by) != name])
+            others[name] = groups, spreads_of(groups)
+        groups, spreads = others[name]
+        near = next((key for kind in NEAREST[row.kind] if (key := (row.family, kind)) in groups), None)
+        if near is not None:
+            calibration = calibration_of(groups[near], spreads[row.family.endswith(WITH_EXPERTS)])
+            factor = calibration.factor
+            inside = factor * calibration.low <= row.ratio <= factor * calibration.high
+            found.append((row, factor / row.ratio - 1, inside))
     return found
 
 
@@ -127,11 +160,12 @@ def calibration_card(rows: Sequence[PublishedRow]) -> str:
     lines = [
         "## Calibration by GPU",
         "",
-        "`zeromesh plan` multiplies the time that a machine's rates give by the median of measured / predicted of the",
-        "rows of its family of GPUs and kind of run, without any other fitted constant. In its interval eight of ten",
-        "further rows are expected. *Before* and *after* are errors of predicted times: of the",
-        "rates alone, and with a factor from the other rows, each row being left out in turn. *Inside* is the share of",
-        "rows that lie in the interval of the other rows; in brackets, of all sources but the row's own.",
+        "`zeromesh plan` multiplies the time that a machine's rates give by the median, over sources, of the medians of",
+        "measured / predicted of the rows of its family of GPUs and kind of run, without any other fitted constant.",
+        "Mixtures of experts have rows of their own. In the interval eight of ten further runs are expected: it has the",
+        "spread of the sources, and that of the rows of a source. *Before* and *after* are errors of predicted times: of",
+        "the rates alone, and with a factor from all other sources. *Inside* is the share of rows that lie in the",
+        "interval of the other rows; in brackets, of all sources but the row's own.",
         "Rows of frameworks with kernels of their own (Megatron, MaxText) count where a family has fewer than",
         f"{FEW} others.",
         "",
@@ -142,17 +176,20 @@ def calibration_card(rows: Sequence[PublishedRow]) -> str:
     for row in used:
         groups[row.family, row.kind].append(row)
     alone, apart = leave_out(used, "id"), leave_out(used, "source")
+    spreads = spreads_of(grouped(used))
     for key in [*sorted(groups, key=lambda key: (key[0], [*NEAREST].index(key[1]))), ("all", "")]:
         here = groups.get(key, used)
         ids = {row.id for row in here}
         if not here:
             continue
-        calibration = calibration_of([row.ratio for row in here])
-        calibration = calibration_of([row.ratio for row in here])
+        ratios: dict[str, list[float]] = defaultdict(list)
+        for row in here:
+            ratios[row.source].append(row.ratio)
+        calibration = calibration_of(ratios, spreads[key[0].endswith(WITH_EXPERTS)])
         before = [abs(1 / row.ratio - 1) for row in here]
         left = [one for one in alone if one[0].id in ids]
         others = [one for one in apart if one[0].id in ids]
-        after = [abs(error) for _, error, _ in left]
+        after = [abs(error) for _, error, _ in others]
         ends = f"{calibration.low:.2f} to {calibration.high:.2f}", f"{calibration.factor:.2f}"
         inside = f"{_share(left)} ({_share(others)})"
         factor = ["", ""] if key[0] == "all" else [ends[1], ends[0]]

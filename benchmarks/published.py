@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
 from zeromesh.apps.plan.cost.cost import Recompute
-from zeromesh.apps.plan.cost.shape import TransformerShape
+from zeromesh.apps.plan.cost.shape import LatentAttention, TransformerShape
 from zeromesh.base.placement import ROWS as PLACEMENTS
 from zeromesh.base.placement import Placement, PlacementRow, Tier
 from zeromesh.shard.sizes import Widths
@@ -25,9 +25,10 @@ from zeromesh.shard.sizes import Widths
 # Fields of a row by the form of their values. What reads those of "any" checks them, as they take several forms.
 _FIELDS = {
     "a whole number above 0": {
-        "model": "layers hidden heads kv_heads ffn vocab seq",
+        "model": "layers hidden heads kv_heads ffn vocab seq experts top_k expert_ffn shared_experts dense_layers "
+        "head_width window mtp",
         "hardware": "gpus gpus_per_node",
-        "layout": "replicate dp fsdp pp cp ep vp interleave micro_batch micro_batches global_batch local_batch "
+        "layout": "replicate dp fsdp pp cp ep etp vp interleave micro_batch micro_batches global_batch local_batch "
         "batch_per_dp",
     },
     "a number above 0": {
@@ -36,13 +37,16 @@ _FIELDS = {
     },
     "a text": {
         "model": "name", "hardware": "gpu",
-        "layout": "precision recompute schedule scheme framework gradients optimizer lora",
+        "layout": "precision recompute schedule scheme framework gradients optimizer lora dispatcher kernels units experts "
+        "optimizer_states",
     },
     "true or false": {
         "model": "tied gated",
         "layout": "sequence_parallel compile async_tp cross_entropy_fusion fused_cross_entropy deepspeed alst overlap",
     },
-    "any": {"layout": "zero tp offload offload_param offload_optimizer offload_fraction zero_init"},
+    "any": {
+        "model": "mla note origin", "layout": "zero tp offload offload_param offload_optimizer offload_fraction zero_init",
+    },
 }  # fmt: skip
 _FORMS = {
     f"{group}.{name}": form
@@ -50,8 +54,23 @@ _FORMS = {
     for group, names in parts.items()
     for name in names.split()
 }
-_ZERO_IS_NONE = ("layout.fsdp", "layout.ep", "layout.vp", "layout.interleave", "layout.cp")
+_ZERO_IS_NONE = (
+    "model.dense_layers",
+    "model.mtp",
+    "layout.fsdp",
+    "layout.ep",
+    "layout.vp",
+    "layout.interleave",
+    "layout.cp",
+)
 GROUPS = ("model", "hardware", "layout")
+
+
+# Names of sources for models of the table.
+_ALIASES = {
+    "qwen3_30b_a3b": "qwen3-30b-a3b", "qwen3_235b_a22b": "qwen3-235b-a22b", "gpt oss 120b": "gpt-oss-120b",
+    "gpt oss 20b": "gpt-oss-20b", "deepseekv3": "deepseek-v3", "kimi_k2": "kimi-k2",
+}  # fmt: skip
 
 
 class UnjudgedError(ValueError):
@@ -122,9 +141,10 @@ class PublishedRow:
             raise UnjudgedError(f"the row does not say {group}.{name}")
         return value
 
-    def refuse_experts(self) -> None:
-        """Raise UnjudgedError for a mixture of experts."""
-        if (self.layout.get("ep") or 1) > 1 or self.model.get("params_active"):
+    def refuse_unknown_experts(self) -> None:
+        """Raise UnjudgedError for a mixture of experts whose sizes the row and the table of models do not say."""
+        mixture = (self.layout.get("ep") or 1) > 1 or self.model.get("params_active")
+        if mixture and not self.model.get("experts"):
             raise UnjudgedError("a mixture of experts; the row lacks its sizes")
 
     @property
@@ -143,7 +163,26 @@ class PublishedRow:
             gated=gated, biases=model.get("biases", not gated), tied=bool(model.get("tied", True)),
             # GPT models of these sources learn positions and drop; gated models are of Llama's form and do neither.
             positions=0 if gated else int(model.get("seq") or 0), dropout=not gated, name=str(model["name"]),
+            **self._experts(),
         )  # fmt: skip
+
+    def _experts(self) -> dict[str, Any]:
+        """Return the sizes of experts and of latent attention."""
+        model, latent = self.model, self.model.get("mla")
+        sizes: dict[str, Any] = {"window": int(model.get("window") or 0), "extra_heads": int(model.get("mtp") or 0)}
+        if latent:
+            ranks = int(latent.get("q_rank") or 0), int(latent["kv_rank"])
+            sizes["latent"] = LatentAttention(*ranks, int(latent["nope"]), int(latent["rope"]), int(latent["v"]))
+        if model.get("experts"):
+            width = int(model.get("expert_ffn") or self.needs("model", "ffn"))
+            shared = int(model.get("shared_experts") or 0)
+            sizes |= {
+                "experts": int(model["experts"]),
+                "chosen": int(self.needs("model", "top_k")),
+                "expert_width": width,
+            }
+            sizes |= {"shared_width": shared * width, "dense_layers": int(model.get("dense_layers") or 0)}
+        return sizes
 
     @property
     def placement(self) -> PlacementRow:
@@ -181,6 +220,9 @@ class PublishedRow:
         tensor, pipeline, context = (_size(self, name) for name in ("tp", "pp", "cp"))
         chunks = int(said.get("vp") or said.get("interleave") or 1)
         data = said.get("dp") or said.get("fsdp")
+        experts, gpus = _size(self, "ep"), self.hardware.get("gpus")
+        if data and gpus == int(data) * tensor * pipeline * context * experts:
+            data = int(data) * experts  # expert ranks are counted beside those of data parallelism
         if not data:
             gpus = self.needs("hardware", "gpus")
             data, rest = divmod(int(gpus), tensor * pipeline * context)
@@ -196,6 +238,7 @@ class PublishedRow:
             micro_batch=micro_batch, accumulation=accumulation, chunks=chunks,
             schedule="interleaved-1f1b" if chunks > 1 and pipeline > 1 else "1f1b", recompute=_recompute(recompute),
             sequence=bool(sequence) if sequence is not None else "sequence" in recompute, widths=Widths(),
+            expert=_size(self, "ep"), expert_tensor=_size(self, "etp") if said.get("etp") else 0,
         )  # fmt: skip
 
     @property
@@ -257,13 +300,16 @@ def _row(entry: Any, place: str, models: Mapping[str, Any]) -> PublishedRow:
     _check_measured(entry["measured"], place)
     if not entry["model"].get("name"):
         raise ValueError(f"{place}: model.name is missing; every row names its model")
-    known = models.get(entry["model"]["name"], {})
+    name = str(entry["model"]["name"])
+    known = models.get(_ALIASES.get(re.sub(r" \(.*\)", "", name).lower(), name), {})
     _check_group("model", known, f"{place}: in the table of models")
     # The row's own sizes win: some measure a model with fewer layers.
     own = {name: value for name, value in entry["model"].items() if value is not None}
     model = {**known, **own}
     if "layers" in own and own["layers"] != known.get("layers", own["layers"]) and "params" not in own:
         model.pop("params", None)
+        # Mixtures are cut to blocks of which at most the first is dense, without further heads.
+        model |= {name: min(model[name], most) for name, most in (("dense_layers", 1), ("mtp", 0)) if name in model}
     groups = {group: entry[group] for group in ("hardware", "layout", "measured")}
     return PublishedRow(**texts, model=model, unknown=tuple(unknown), **groups)
 
@@ -339,12 +385,25 @@ def _batches(row: PublishedRow, data: int, pipeline: int) -> tuple[int, int]:
 
 
 def _recompute(text: str) -> Recompute:
+    text = text.removesuffix("?")
     if "selective" in text:
+        return Recompute.SELECTIVE
+    if all(part in MODULES for part in text.split(", ")):
         return Recompute.SELECTIVE
     named = {"none": Recompute.NONE, "sequence": Recompute.NONE, "full": Recompute.BLOCKS}
     if text not in named:
         raise UnjudgedError(f"layout.recompute is {text!r}, which is not a known policy")
     return named[text]
+
+
+MODULES = ("norm", "act", "moe_act", "mla_up_proj", "dense mlp", "dense mlp recomputed", "moe", "core_attn")
+"""Modules that Megatron may compute again, each alone."""
+
+
+def said_parts(row: PublishedRow) -> tuple[str, ...]:
+    """Return the modules that are computed again, each alone."""
+    parts = str(row.layout.get("recompute") or "").split(", ")
+    return tuple(parts) if all(part in MODULES for part in parts) else ()
 
 
 def _tiers(row: PublishedRow) -> tuple[Tier, Tier]:

@@ -43,9 +43,13 @@ class Published(Convention):
     # In a pipeline parameters stay gathered, and gradients whole, until the last micro-batch; each micro-batch has
     # buffers of its own for the activations and gradients that it receives.
     whole_in_pipeline: bool = False
+    # Gradients stay whole on each rank, in fp32, until the last micro-batch of an update, where they are reduced.
+    whole_in_accumulation: bool = False
     # Figures are what the caching allocator has reserved, and a pipeline's stages keep the outputs of all micro-batches
     # until the end of the step.
     prints_reserved: bool = False
+    root_units: int = 1  # of like size that the root's parameters are in; one of them is gathered at a time
+    root_experts: bool = False  # experts with ranks of their own are in the root's unit
     workspace: float = 0.0  # bytes of libraries of matrix products, from the framework's own allocator
     vocabulary_multiple: int = 1  # of rows of the embedding on each tensor rank
 
@@ -55,23 +59,30 @@ class Published(Convention):
         row, widths, ranks = layout.row, self.widths, layout.data * (layout.context if self.context_shards else 1)
         resting: Resting = {}
         total = sum(unit.size * unit.number for unit in units)
-        share = {Placement.SHARDED: 1 / ranks, Placement.REPLICATED: 1.0}
+        # Units of experts have ranks of their own.
+        owned = sum(unit.size * unit.number / (unit.ranks or ranks) for unit in units)
+        share = {Placement.SHARDED: owned, Placement.REPLICATED: total}
         sharded = row.parameter is Placement.SHARDED
         if not (sharded and self.in_master):
-            add_size(resting, "parameter", row.parameter_tier, total * widths.parameter * share[row.parameter])
+            add_size(resting, "parameter", row.parameter_tier, widths.parameter * share[row.parameter])
         place_frozen(resting, units, row, ranks)
-        add_size(resting, "gradient", row.gradient_tier, total * widths.gradient * share[row.gradient])
-        updated = total * (widths.master + widths.states)
-        add_size(resting, "optimizer", row.optimizer_tier, updated * share[row.optimizer])
+        add_size(resting, "gradient", row.gradient_tier, widths.gradient * share[row.gradient])
+        add_size(resting, "optimizer", row.optimizer_tier, (widths.master + widths.states) * share[row.optimizer])
         gathered, working = 0.0, self.bucket * widths.wire
+        root = units[0].size / self.root_units
+        if self.root_experts:
+            root += sum(unit.size * unit.number for unit in units if unit.ranks)
         apart = bytes_of(largest(((unit.size, unit.number) for unit in units[1:]), self.gathered))
         if sharded and self.whole_in_pipeline and layout.pipeline > 1:
             gathered = total
             add_size(resting, "gradient", Tier.DEVICE, total * widths.gradient)
         elif sharded and self.gathered:
-            gathered = max(apart + units[0].size, min(total, self.live))
+            gathered = max(apart + root, min(total, self.live))
+        if self.whole_in_accumulation and layout.accumulation > 1:
+            resting.pop(("gradient", row.gradient_tier.value), None)
+            add_size(resting, "gradient", Tier.DEVICE, 4 * total)
         if sharded and self.gathers_apart:
-            working += max(units[0].size, apart) * widths.parameter
+            working += max(root, apart) * widths.parameter
         return RankStates(resting, gathered * widths.parameter, working=working)
 
     def buffers(self, layout: ParallelLayout, block: float, output: float, summed: bool) -> float:
@@ -97,7 +108,7 @@ CONVENTIONS: dict[str, Published] = {
         workspace=64 * MIB, vocabulary_multiple=128,
         activations=ActivationRule(
             # The fused loss overwrites the 16-bit logits with their gradient.
-            context_output=True, logits_kept=2.0, logits_forward=2.0, logits_backward=2.0,
+            context_output=True, expert_results=False, logits_kept=2.0, logits_forward=2.0, logits_backward=2.0,
             source="Megatron-LM 0.14 with Transformer Engine 2.11",
         ),
         source="Megatron-LM 0.14: distributed optimizer, gradients accumulated in the kernels of products",
@@ -128,6 +139,15 @@ CONVENTIONS: dict[str, Published] = {
         "DeepSpeed", Widths(parameter=2, gradient=2, wire=2), unit_gradient=2.0, live=1e9, bucket=1e9,
         workspace=32 * MIB,
         source="DeepSpeed's ZeRO optimizers in 16 bits; defaults of its configuration",
+    ),
+    # All in 16 bits; whole gradients are in fp32 while micro-batches are summed without synchronisation.
+    "kempner": Published(
+        "KempnerForge", Widths(parameter=2, gradient=2, wire=4, master=0, states=4), unit_gradient=6.0,
+        gathers_apart=True, whole_in_accumulation=True, workspace=32 * MIB,
+        activations=ActivationRule(
+            repeated_heads=True, activation_output=True, whole_logits=True, logits_apart=2.0, source="KempnerForge of 2026",
+        ),
+        source="KempnerForge of 2026: fully_shard of a model in bf16",
     ),
     "nanotron": Published(
         "nanotron", Widths(parameter=2, gradient=4, wire=4),

@@ -17,9 +17,10 @@ from published import PublishedRow, read_rows
 from published_practices import Constants
 from published_time import (
     LAYER,
+    WITH_EXPERTS,
     Setting,
     constants_of,
-    gpu_name,
+    group_of,
     in_fit,
     measured_name,
     measured_seconds,
@@ -34,8 +35,13 @@ ROUNDS = 8
 # First value, least and most.
 RANGES = {
     "products": (0.7, 0.05, 1.0), "links": (0.7, 0.02, 1.0), "memory": (0.8, 0.1, 1.0), "host": (0.5, 0.05, 1.0),
-    "step": (0.03, 0.001, 0.5),
+    "step": (0.03, 0.001, 0.5), "block": (0.003, 0.0001, 0.2),
 }  # fmt: skip
+# What is expected before there are rows, of logarithms: a constant is near its first value, and rows scatter. A few rows
+# then move a constant only as far as they say something about it.
+EXPECTED, SCATTER = 0.5, 0.05
+EXPECTED_WIDE = 1.5  # of links, hosts and programs, which differ more than devices do
+DEVICE = ("products", "memory")
 
 
 class TimedRow(NamedTuple):
@@ -54,7 +60,7 @@ def samples_of(rows: Sequence[PublishedRow]) -> dict[tuple[str, str], list[Timed
         with suppress(KeyError, ValueError):
             one = TimedRow(setting := setting_of(row), measured_seconds(setting))
             seconds_of(setting, Constants())
-            found.setdefault((row.source, gpu_name(row)), []).append(one)
+            found.setdefault(group_of(row), []).append(one)
     return found
 
 
@@ -68,28 +74,35 @@ def fit(samples: Sequence[TimedRow], names: tuple[str, str]) -> Constants:
         ratios = [log(seconds_of(one.setting, constants(logs)) / one.measured) for one in samples]
         return torch.tensor(ratios, dtype=torch.float64)
 
-    logs, low, high = torch.tensor([RANGES[name] for name in names], dtype=torch.float64).log().T
+    first, low, high = torch.tensor([RANGES[name] for name in names], dtype=torch.float64).log().T
+    expected = torch.tensor([EXPECTED if name in DEVICE else EXPECTED_WIDE for name in names], dtype=torch.float64)
+    pulls, logs = (SCATTER / expected).square(), first
+
+    def loss(logs: torch.Tensor) -> torch.Tensor:
+        return errors(logs).square().sum() + (pulls * (logs - first).square()).sum()
+
     now = errors(logs)
     for _ in range(ROUNDS):
         # Derivatives are taken towards the inside, where a constant is at its bound.
         steps = torch.diag(torch.where(logs + STEP <= high, STEP, -STEP))
         slopes = torch.stack([(errors(logs + step) - now) / step.sum() for step in steps], 1)
-        change = _least_squares(slopes, now)
+        change = _least_squares(slopes, now, pulls, logs - first)
         out = ((logs >= high) & (change > 0)) | ((logs <= low) & (change < 0))
         if out.any():  # a constant at its bound stays there, and the other one is solved for alone
-            change = _least_squares(slopes * ~out, now)
+            change = _least_squares(slopes * ~out, now, pulls, (logs - first) * ~out)
         tries = [torch.clamp(logs + part * change.clamp(-FARTHEST, FARTHEST), low, high) for part in (1.0, 0.4, 0.1)]
-        better = next((one for one in tries if errors(one).square().sum() < now.square().sum() * (1 - 1e-5)), None)
+        better = next((one for one in tries if loss(one) < loss(logs) * (1 - 1e-5)), None)
         if better is None:
             break
         logs, now = better, errors(better)
     return constants(logs)
 
 
-def _least_squares(slopes: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
-    # A constant that nothing depends on stays where it is.
-    ridge = 1e-4 * len(errors) * torch.eye(2, dtype=torch.float64)
-    change: torch.Tensor = torch.linalg.solve(slopes.T @ slopes + ridge, -slopes.T @ errors)
+def _least_squares(
+    slopes: torch.Tensor, errors: torch.Tensor, pulls: torch.Tensor, away: torch.Tensor
+) -> torch.Tensor:
+    """Return the change of the constants, which ``pulls`` draw back from where they are ``away`` from the first."""
+    change: torch.Tensor = torch.linalg.solve(slopes.T @ slopes + torch.diag(pulls), -slopes.T @ errors - pulls * away)
     return change
 
 
@@ -166,7 +179,9 @@ def main(arguments: Sequence[str]) -> None:
     rows = [row for row in read_rows(path).rows if not sources or row.source in sources]
     for (source, gpu), samples in samples_of(rows).items():
         half, held = halves(samples)
-        constants = fit(half, samples[0].setting.practice.fitted) if half else Constants()
+        practice = samples[0].setting.practice
+        names = practice.fitted_experts if gpu.endswith(WITH_EXPERTS) else practice.fitted
+        constants = fit(half, names) if half else Constants()
         print(f'    ("{source}", "{gpu}"): Constants({said(constants)}),')
         print(f"        # fit {summary(errors_of(half, constants))}; held out {summary(errors_of(held, constants))}")
 

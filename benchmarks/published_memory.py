@@ -26,7 +26,15 @@ FRAMEWORKS = {
     "zero_infinity2021": "deepspeed", "ds_estimator": "deepspeed", "korthikanti2022": "megatron paper",
     "simumax_b200": "megatron", "torchtitan": "fsdp2", "stas00": "deepspeed", "ds_blogs": "deepspeed",
     "bigscience": "megatron", "nanotron_bench": "nanotron", "megatrain2026": "deepspeed", "torchao": "fsdp2",
+    "kempner": "kempner", "bridge_notes": "megatron", "threads": "deepspeed", "primus": "megatron",
 }  # fmt: skip
+
+# Years of torchtitan that a source's rows do not say, by the hardware of its section.
+YEARS = {"torchao": {"H100": 24, "MI300X": 25}, "threads": {"B200": 25}}
+THIS_YEAR = 26
+COMPILED_LOSS = {"logits_kept": 2.0, "logits_forward": 2.0, "logits_backward": 4.0}
+# Recipes whose optimizer keeps moments and gradients in 16 bits.
+BF16_STATES = {("bridge_notes", "moonlight-16b-a3b")}
 
 # Known differences between a row and what was measured, by source and model.
 CAVEATS = {
@@ -143,7 +151,7 @@ def _paper_activations(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
 def measured_layout(row: PublishedRow) -> tuple[TransformerCost, ParallelLayout, Published]:
     """Return what a framework trains with for a row."""
     convention = convention_of(row)
-    row.refuse_experts()
+    row.refuse_unknown_experts()
     layout, shape = row.parallel, row.shape
     multiple, rule = convention.vocabulary_multiple * layout.tensor, convention.activations
     shape = replace(shape, vocabulary=ceil(shape.vocabulary / multiple) * multiple, dropout=False)
@@ -159,15 +167,39 @@ def measured_layout(row: PublishedRow) -> tuple[TransformerCost, ParallelLayout,
         layout = replace(layout, sequence=layout.tensor > 1)
         if row.layout.get("recompute") is None:
             layout = replace(layout, recompute=Recompute.SELECTIVE)
-        year = re.search(r"\b20(\d\d)\b", row.where)
-        if row.layout.get("compile") and year and int(year[1]) >= 25:
-            rule = replace(rule, logits_kept=2.0, logits_forward=2.0, logits_backward=4.0)
+        year = _year_of(row)
+        if year >= 26:
+            rule = replace(rule, last_product=False)
+        if year >= 25:
+            convention = replace(convention, root_units=1 if shape.tied else 2)
+            rule = replace(rule, **COMPILED_LOSS) if row.layout.get("compile") else rule
+    elif convention.name == "KempnerForge" and row.layout.get("compile"):
+        rule = replace(rule, **COMPILED_LOSS)
+        rule = replace(rule, logits_backward=rule.logits_backward + (rule.logits_apart if layout.tensor > 1 else 0.0))
+    if convention.name == "KempnerForge" and shape.experts:
+        # What their mixtures allocate grows by 14 bytes a parameter: gradients and moments are in fp32.
+        convention = replace(convention, widths=replace(convention.widths, gradient=4, states=8))
+        convention = replace(convention, root_experts="root unit" in str(row.layout.get("units")))
+    if (row.source, row.model["name"]) in BF16_STATES or row.layout.get("optimizer_states") == "bf16":
+        # Gradients and moments in 16 bits beside an fp32 master.
+        convention = replace(convention, widths=replace(convention.widths, gradient=2, wire=2, states=4))
+    if convention.name == "Megatron-LM" and "fp8" in str(row.layout.get("precision")):
+        raise UnjudgedError("the row does not say what is kept in 8 bits")
     if convention.whole_in_pipeline and layout.pipeline > 1 and not row.layout.get("micro_batch"):
         # torchtitan cuts a local batch into as many micro-batches as the pipeline has ranks.
         local = layout.micro_batch * layout.accumulation
         size = max(1, local // layout.pipeline)
         layout = replace(layout, micro_batch=size, accumulation=local // size)
     return TransformerCost(shape, rule), layout, convention
+
+
+def _year_of(row: PublishedRow) -> int:
+    """Return the year of torchtitan that a row was measured with."""
+    if year := re.search(r"\b20(\d\d)\b", row.where):
+        return int(year[1])
+    known = YEARS.get(row.source, {})
+    gpu = str(row.hardware.get("gpu")).split("-")[0]
+    return known.get(gpu, THIS_YEAR) if row.source in YEARS else 24
 
 
 def _peak(row: PublishedRow, quantity: str) -> Iterator[Outcome]:
@@ -265,6 +297,9 @@ QUANTITIES: dict[str, Callable[[PublishedRow, str], Iterator[Outcome]]] = {
     "activation_gib": _paper_activations,
     "percent_of_tensor_only": _paper_activations,
     "memory_gib": _peak,
+    "memory_gb": _peak,
+    "peak_allocated_gb": _peak,
+    "peak_allocated_gib": _peak,
     "peak_allocated_mib": _peak,
     "reserved_gib": _peak,
     "reserved_mib": _peak,

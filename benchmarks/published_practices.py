@@ -17,6 +17,7 @@ class Constants(NamedTuple):
     memory: float | None = None  # share of the memory's bandwidth that kernels reach
     host: float | None = None  # share of the preset's bandwidth of the host's memory that updates reach
     step: float | None = None  # seconds of a step beside kernels: data, launches of the update, reports
+    block: float | None = None  # seconds beside kernels of a block with experts: launches, and numbers read by the host
 
 
 DEFAULT = Habits()
@@ -38,23 +39,30 @@ class Practice:
     shape: Mapping[str, Any] = field(default_factory=dict)  # fields of the model's shape
     cluster: Mapping[str, Any] = field(default_factory=dict)  # arguments of presets.cluster for its machine
     fitted: tuple[str, str] = ("products", "links")  # constants of its GPUs that are fitted
+    fitted_experts: tuple[str, str] = ("products", "block")  # of its mixtures
     own_kernels: bool = True  # it trains models of its own kernels, where ZeroMesh runs the modules of a PyTorch model
     why: str = ""
 
 
 # Megatron's pipelines send in turn with computation, each tensor rank a part of the message; its loss over a divided
 # vocabulary makes seven passes over fp32 logits (Narayanan et al., 2021, sections 4.1 and 5.8).
+PIPELINE_OUTER = ("pipeline", "replicate", "data", "context", "tensor")  # order of the ranks of Megatron and torchtitan
 MEGATRON = Habits(
-    dtype="fp16", reduces_early=False, publishes_early=False, messages_block=True, messages_scattered=True,
+    dtype="fp16", order=PIPELINE_OUTER, reduces_early=False, publishes_early=False, messages_block=True, messages_scattered=True,
     sums_once=True, loss=1.6,
 )  # fmt: skip
 # Of 2022 on: a gradient's sum over the tensor ranks goes on beside the product of a weight's gradient.
 MEGATRON_2022 = replace(MEGATRON, joins_hidden_back=1.0)
-CORE = Habits(joins_hidden=0.6, joins_hidden_back=1.0, sums_once=True, loss=1.6)
+CORE = Habits(order=PIPELINE_OUTER, joins_hidden=0.6, joins_hidden_back=1.0, sums_once=True, loss=1.6)
 # DeepSpeed of 2021 and 2022: gathers of single parameters in one ring, and reductions that the backward waits for.
 DEEPSPEED = Habits(dtype="fp16", rails=1, reduces_early=False)
 # FlashAttention-2 reaches 0.35 of an H100's peak, and 0.6 of an A100's (Shah et al., FlashAttention-3, 2024).
 HOPPER_FLASH_2 = 0.62
+# Megatron's experts: a token is sent to each of its experts unless a row names another dispatcher; routing is forced to
+# be even in its benchmarks, unless a row says that it is real.
+EXPERTS = replace(CORE, joins_hidden=0.8, copies="expert", uneven=1.0)
+DISPATCHERS = {"alltoall": "expert", "deepep": "node", "hybridep": "node"}
+OVERLAPPED = 0.7  # share of the exchanges that goes on beside other micro-batches' computation where a row says so
 
 # fmt: off
 PRACTICES: dict[str, Practice] = {
@@ -72,14 +80,14 @@ PRACTICES: dict[str, Practice] = {
     "megascale2024/MegaScale": Practice(replace(CORE, joins_hidden=0.9, fusion=0.35), wire=4, row=1, sequence=True,
                                         why="all reductions overlap; blocks with one norm; fused kernels"),
     "llama3": Practice(CORE, row=1, chunks=8, causal=0.5, sequence=True, why="the number of stages is not published"),
-    "torchtitan": Practice(Habits(selective=0.45, attention=HOPPER_FLASH_2), wire=4, sequence=True, keeps=True,
+    "torchtitan": Practice(Habits(order=PIPELINE_OUTER, selective=0.45, attention=HOPPER_FLASH_2), wire=4, sequence=True, keeps=True,
                            own_kernels=False,
                            why="FSDP2; every second matrix product is recomputed"),
     "mosaic": Practice(Habits(attention=HOPPER_FLASH_2), fitted=("products", "step"), shape={"dropout": False},
                        own_kernels=False,
                        why="FSDP1 with FlashAttention in Triton"),
     "simumax_b200": Practice(replace(CORE, joins_hidden=0.0), wire=4, fitted=("products", "memory")),
-    "nemo": Practice(replace(CORE, joins_hidden=0.8), sequence=True, fitted=("products", "memory")),
+    "nemo": Practice(EXPERTS, sequence=True, fitted=("products", "memory")),
     "azure2022": Practice(DEEPSPEED, fused_attention=False, counts_recompute=True, own_kernels=False,
                           why="DeepSpeed, over one link per node"),
     "bigscience": Practice(MEGATRON, fused_attention=False, counts_recompute=True,
@@ -88,10 +96,18 @@ PRACTICES: dict[str, Practice] = {
                                "number of parameters"),
     "stas00": Practice(Habits(host_traffic=1.76), causal=0.5, fitted=("products", "host"), own_kernels=False,
                        why="the host updates the optimizer states, and casts gradients and parameters apart"),
-    "dgxc": Practice(replace(CORE, joins_hidden=0.8), sequence=True, fitted=("products", "memory")),
+    "dgxc": Practice(EXPERTS, sequence=True, fitted=("products", "memory")),
     "dgxc/MaxText FSDP": Practice(replace(CORE, fusion=0.5), row=3, fitted=("products", "memory"), why="MaxText"),
     "kempner": Practice(Habits(attention=HOPPER_FLASH_2), sequence=True, own_kernels=False, why="FSDP2"),
     "torchao": Practice(Habits(selective=0.45, attention=HOPPER_FLASH_2), wire=4, own_kernels=False, why="FSDP2"),
+    "automodel": Practice(Habits(order=PIPELINE_OUTER, copies="node", uneven=1.0, sums_once=True), wire=4, keeps=True,
+                          why="FSDP2; gradients are reduced once for an update"),
+    "moe_zoo": Practice(EXPERTS, wire=4, sequence=True, why="Megatron-LM"),
+    "mcore_gb200": Practice(EXPERTS, wire=4, fitted=("products", "memory"), why="Megatron-LM"),
+    "bridge_notes": Practice(EXPERTS, wire=4, sequence=True, why="Megatron-LM"),
+    "primus": Practice(EXPERTS, wire=4, why="Megatron-LM"),
+    "primus/sharded": Practice(Habits(uneven=1.0), wire=4, own_kernels=False, why="FSDP2"),
+    "threads": Practice(Habits(), own_kernels=False, why="DeepSpeed"),
     "zeromesh": Practice(wire=2, own_kernels=False, fitted=("products", "memory")),
     "nanotron_bench": Practice(wire=4),
 }

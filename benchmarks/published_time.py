@@ -13,10 +13,22 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from statistics import median
 from typing import NamedTuple
 
-from published import Outcome, PublishedRow, UnjudgedError
-from published_practices import ASPECT, CONSTANTS, LLAMA_3, NAMED, PRACTICES, WORDS, Constants, Practice
+from published import Outcome, PublishedRow, UnjudgedError, said_parts
+from published_practices import (
+    ASPECT,
+    CONSTANTS,
+    DISPATCHERS,
+    LLAMA_3,
+    NAMED,
+    OVERLAPPED,
+    PRACTICES,
+    WORDS,
+    Constants,
+    Practice,
+)
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
 from zeromesh.apps.plan.cost.cost import Recompute
 from zeromesh.apps.plan.cost.shape import TransformerCost, TransformerShape
@@ -27,6 +39,7 @@ from zeromesh.apps.plan.predict.durations import Durations
 from zeromesh.apps.plan.predict.time import StepTime, time_of
 from zeromesh.base.placement import ROWS
 
+WITH_EXPERTS = ", experts"  # behind the GPU of mixtures' constants
 LAYER = "layer_time"  # kind of rows that time one layer
 
 
@@ -70,12 +83,17 @@ def gpu_name(row: PublishedRow) -> str:
     return re.sub(r" *\(.*\)", "", str(row.hardware.get("gpu")))
 
 
+def group_of(row: PublishedRow) -> tuple[str, str]:
+    """Return the source and the GPU of a row, whose rows have constants in common; mixtures have their own."""
+    return row.source, gpu_name(row) + (WITH_EXPERTS if row.model.get("experts") else "")
+
+
 def machine_of(row: PublishedRow, ranks: int, constants: Constants) -> Machine:
     """Return the machine of a row; raise UnjudgedError for hardware that no preset describes."""
     gpu = str(row.needs("hardware", "gpu"))
     short = re.sub("^DGX-", "", gpu_name(row))
     machine = None
-    for name in (gpu, short, re.sub(r"-\d+GB$", "", short)):
+    for name in (gpu, short, re.sub(r"-\d+Gi?B$", "", short).replace("Blackwell", "GB200")):
         with suppress(ValueError):
             machine = cluster(name, **practice_of(row).cluster)
             break
@@ -114,7 +132,8 @@ def setting_of(row: PublishedRow) -> Setting:
     row, practice = completed(row), practice_of(row)
     if "lora" in row.where.lower() or row.layout.get("lora"):
         raise UnjudgedError("the row lacks the matrices that LoRA adapts")
-    row.refuse_experts()
+    row.refuse_unknown_experts()
+    _refuse_unknown_batches(row)
     shape, layout = row.shape, row.parallel
     shape = replace(shape, fused_attention=practice.fused_attention, **practice.shape)
     if practice.row is not None and row.layout.get("zero"):
@@ -136,6 +155,18 @@ def setting_of(row: PublishedRow) -> Setting:
     return Setting(row, shape, layout, practice, _habits(row, practice.habits, keeps))
 
 
+def _refuse_unknown_batches(row: PublishedRow) -> None:
+    """Raise UnjudgedError for a row that lacks the number of micro-batches, or of the ranks that share experts."""
+    said = row.layout
+    if "accumulation not printed" in row.note or "tokens per step are not" in row.note:
+        raise UnjudgedError("the row does not say the number of micro-batches")
+    pipeline, batches = int(said.get("pp") or 1), ("global_batch", "local_batch", "batch_per_dp", "micro_batches")
+    if pipeline > 1 and row.kind != LAYER and not any(said.get(name) for name in batches):
+        raise UnjudgedError("the row does not say the number of micro-batches of its pipeline")
+    if "EP column empty" in row.note:
+        raise UnjudgedError("the row does not say the number of expert ranks")
+
+
 def _habits(row: PublishedRow, habits: Habits, keeps: bool) -> Habits:
     """Return the habits of a practice, with what the row says of precision, compilation and overlap."""
     precision = str(row.layout.get("precision") or "").lower()
@@ -145,10 +176,39 @@ def _habits(row: PublishedRow, habits: Habits, keeps: bool) -> Habits:
         habits = replace(habits, dtype="fp8")
     if row.layout.get("async_tp"):
         habits = replace(habits, joins_hidden=0.7, joins_hidden_back=0.7)
+    habits = _expert_habits(row, habits)
     if row.layout.get("compile"):
         # Chains of elementwise kernels become one, which reads and writes about half of the bytes.
         habits = replace(habits, fusion=0.5)
     return replace(habits, even_stages=True, sums_once=keeps or habits.sums_once)
+
+
+def _expert_habits(row: PublishedRow, habits: Habits) -> Habits:
+    """Return habits with what a row says of dispatch and routing."""
+    dispatcher = str(row.layout.get("dispatcher") or "")
+    if dispatcher:
+        habits = replace(habits, copies=DISPATCHERS[dispatcher])
+    if row.layout.get("overlap"):
+        habits = replace(habits, exchanges_hidden=OVERLAPPED)
+    if again := said_parts(row):
+        habits = replace(habits, selective=sum(_share(row.shape, part) for part in again))
+    if "real routing" in row.note:
+        habits = replace(habits, uneven=Habits().uneven)
+    return habits
+
+
+def _share(shape: TransformerShape, part: str) -> float:
+    """Return the part of a forward that the recomputation of a module takes, by its operations."""
+    active = shape.matrices(True, active=True) if shape.experts else shape.matrices(False)
+    gates = 3 if shape.gated else 2
+    if part == "moe" and shape.experts:
+        return gates * shape.hidden * (shape.chosen * shape.expert_width + shape.shared_width) / active
+    if part.startswith("dense mlp"):
+        dense = 1.0 if not shape.experts else shape.dense_layers / shape.all_layers
+        return dense * gates * shape.hidden * shape.mlp_width / active
+    if part == "mla_up_proj" and shape.latent is not None:
+        return sum(columns * sums for columns, sums, split in shape.projections if split) / active
+    return 0.02  # norms and activations, which memory bounds
 
 
 def predicted(setting: Setting, constants: Constants) -> StepTime:
@@ -156,6 +216,9 @@ def predicted(setting: Setting, constants: Constants) -> StepTime:
     machine = machine_of(setting.row, setting.layout.ranks, constants)
     source = TransformerCost(setting.shape)
     habits = setting.habits if constants.step is None else replace(setting.habits, between=constants.step)
+    if constants.block is not None:
+        sparse = sum(map(setting.shape.is_sparse, range(setting.shape.all_layers)))
+        habits = replace(habits, overhead=constants.block * sparse / setting.layout.pipeline)
     return time_of(source, setting.row.sequence, setting.layout, machine, habits=habits)
 
 
@@ -175,12 +238,11 @@ def operations(setting: Setting, executed: bool = False) -> float:
     With recomputed blocks this is the formula of Narayanan et al., 2021: 96 B s l h^2 (1 + s/6h + V/16lh).
     """
     shape, layout, sequence = setting.shape, setting.layout, setting.row.sequence
-    gates = 3 if shape.gated else 2
-    matrices = shape.hidden * (2 * shape.query_width + 2 * shape.key_width + gates * shape.mlp_width)
-    scores = setting.practice.causal * 2 * sequence * shape.query_width
+    matrices = sum(shape.matrices(shape.is_sparse(layer), active=True) for layer in range(shape.all_layers))
+    scores = shape.all_layers * setting.practice.causal * sequence * (shape.query_width + shape.result_width)
     again = 1.0 if executed and layout.recompute is Recompute.BLOCKS else 0.0
-    tokens = layout.samples * sequence
-    return tokens * ((6 + 2 * again) * shape.layers * (matrices + scores) + 6 * shape.hidden * shape.vocabulary)
+    head = 6 * (1 + shape.extra_heads) * shape.hidden * shape.vocabulary
+    return layout.samples * sequence * ((6 + 2 * again) * (matrices + scores) + head)
 
 
 def value_of(setting: Setting, name: str, seconds: float) -> float:
@@ -222,14 +284,17 @@ def constants_of(row: PublishedRow) -> Constants:
     Where none were fitted for them, large products reach the mean share of the source's other GPUs, or of the GPU in
     other sources; without either, that of the preset.
     """
-    gpu = gpu_name(row)
-    known = CONSTANTS.get((row.source, gpu))
+    source, gpu = group_of(row)
+    known = CONSTANTS.get((source, gpu))
     if known is not None:
         return known
-    for name in (row.source, gpu):
-        found = [one.products for key, one in CONSTANTS.items() if name in key and one.products]
-        if found:
-            return Constants(products=sum(found) / len(found))
+    for place, name in enumerate((source, gpu)):
+        others = [one for key, one in CONSTANTS.items() if key[place] == name]
+        others = [one for one in others if one.products and (one.block is not None) is gpu.endswith(WITH_EXPERTS)]
+        if others:
+            blocks = [one.block for one in others if one.block is not None]
+            products = median(one.products for one in others if one.products)
+            return Constants(products=products, block=median(blocks) if blocks else None)
     return Constants()
 
 
@@ -255,7 +320,7 @@ def _step_outcomes(row: PublishedRow) -> Iterator[Outcome]:
         setting = setting_of(row)
         seconds = predicted(setting, constants_of(row)).seconds
         outcome = row.outcome(name, value_of(setting, name, seconds), _note(row, setting))
-        yield outcome._replace(fitted=(row.source, gpu_name(row)) in CONSTANTS and in_fit(row))
+        yield outcome._replace(fitted=group_of(row) in CONSTANTS and in_fit(row))
         yield from _arithmetic(setting, name)
     except ValueError as error:
         yield row.outcome(name, None, str(error))
@@ -263,7 +328,7 @@ def _step_outcomes(row: PublishedRow) -> Iterator[Outcome]:
 
 def _note(row: PublishedRow, setting: Setting) -> str:
     half = "used to fit constants" if in_fit(row) else "held out"
-    half = half if (row.source, gpu_name(row)) in CONSTANTS else "no fit"
+    half = half if group_of(row) in CONSTANTS else "no fit"
     return f"{half}; {setting.practice.why}".removesuffix("; ")
 
 

@@ -12,7 +12,7 @@ from compare import assert_close, assert_same
 from harness import on_ranks, run_ranks
 from numerics import BATCH, MESHES, Net, batch, build_net, make_optimizers
 from run import train_step
-from runs import config, everything, seed_everything, start, train
+from runs import MIXTURE, config, everything, seed_everything, start, train
 
 PART = 3
 """Updates before a checkpoint, and after it."""
@@ -44,6 +44,8 @@ CASES = [
     ("row 3, bf16, muon", config(3, "bf16", optimizer="muon")),
     ("row 3, float64, sgd, 2x2 ranks", config(3, mesh="2x2", optimizer="sgd")),
     ("row 3, fp16, adagrad, 3 ranks", config(3, "fp16", mesh="3", optimizer="adagrad")),
+    ("row 3, float64, experts", config(3, mesh=MIXTURE)),
+    ("row 2, bf16, experts", config(2, "bf16", mesh=MIXTURE)),
 ]
 
 

@@ -17,7 +17,7 @@ from compare import assert_same
 from harness import on_ranks, run_command, run_ranks
 from numerics import OFFLOADED
 from run import adamw, start_engine
-from runs import config, seed_everything, start, train
+from runs import MIXTURE, config, seed_everything, start, train
 from test_pipeline_saving import BUILD, WORDS
 from test_saving_kills import killed_at_every_operation
 from zeromesh.checkpoint import checkpoint_folder as folders
@@ -89,6 +89,8 @@ MORE_CASES: dict[str, dict[str, Any]] = {
     "host": off_the_device("row 3, all on host"),
     "files and host": off_the_device("row 3, nvme and host"),
     "files, split": off_the_device("row 3, all in files, split"),
+    "experts": config(3, mesh=MIXTURE),
+    "experts, bf16": config(2, "bf16", mesh=MIXTURE),
 }
 
 
@@ -211,5 +213,6 @@ def test_the_end_of_a_program_waits_for_its_save(more: tuple[str, ...], tmp_path
 # Kills.
 
 
+@pytest.mark.full
 def test_every_kill_leaves_a_checkpoint_and_a_folder_that_saves_on(tmp_path: Path) -> None:
     assert run_ranks(killed_at_every_operation, 1, str(tmp_path), "step2", asynchronous=True)[0] > 15

@@ -18,7 +18,7 @@ import torch
 import zeromesh
 from compare import assert_same
 from harness import on_ranks, run_ranks, spawn_ranks
-from runs import config, seed_everything, start, train
+from runs import MIXTURE, config, seed_everything, start, train
 from test_saving_beside import held_back
 from zeromesh.checkpoint import checkpoint_folder as folders
 from zeromesh.checkpoint.copies import background
@@ -200,9 +200,9 @@ def test_a_copy_that_does_not_fit_into_memory_is_refused(tmp_path: Path) -> None
 STEPS = 30
 
 
-def train_until_killed(folder: str, seed: int) -> None:
+def train_until_killed(folder: str, seed: int, mesh: str) -> None:
     root = Path(folder)
-    engine = start(1, {**config(3), "checkpoint": {"asynchronous": True, "keep_last": 1}})
+    engine = start(1, {**config(3, mesh=mesh), "checkpoint": {"asynchronous": True, "keep_last": 1}})
     seed_everything(engine.mesh.rank)
     train(engine, 1)
     engine.save_checkpoint(root)
@@ -221,13 +221,13 @@ def train_until_killed(folder: str, seed: int) -> None:
     time.sleep(60)
 
 
-def follow(folder: str) -> int:
+def follow(folder: str, mesh: str) -> int:
     """Load what is there, compare it with the undisturbed run, and go on saving."""
     root = Path(folder)
-    again = start(2, settings())
+    again = start(2, settings(mesh=mesh))
     path, _ = again.load_checkpoint(root)
     assert path is not None
-    engine = start(1, config(3))
+    engine = start(1, config(3, mesh=mesh))
     seed_everything(engine.mesh.rank)
     train(engine, again.global_steps)
     assert_same(again.gathered_state_dict(), engine.gathered_state_dict())
@@ -237,8 +237,10 @@ def follow(folder: str) -> int:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(40))
-def test_a_kill_at_a_random_moment_leaves_a_checkpoint_to_go_on_from(seed: int, tmp_path: Path) -> None:
-    outcomes = spawn_ranks(train_until_killed, 2, str(tmp_path), seed, timeout=45)
+@pytest.mark.parametrize(
+    ("seed", "mesh"), [*((seed, "2") for seed in range(40)), *((seed, MIXTURE) for seed in range(10))]
+)
+def test_a_kill_at_a_random_moment_leaves_a_checkpoint_to_go_on_from(seed: int, mesh: str, tmp_path: Path) -> None:
+    outcomes = spawn_ranks(train_until_killed, 2, str(tmp_path), seed, mesh, timeout=45)
     assert "SIGKILL" in outcomes[seed % 2].text
-    assert run_ranks(follow, 2, str(tmp_path))[0] >= 1
+    assert run_ranks(follow, 2, str(tmp_path), mesh)[0] >= 1

@@ -69,6 +69,7 @@ def test_the_goal_decides_which_layout_comes_first() -> None:
     assert first["price_per_million_tokens"] < min(one["price_per_million_tokens"] for one in found["time"])
 
 
+@pytest.mark.full
 def test_a_machine_of_a_file_is_planned_for(tmp_path: Path) -> None:
     cluster("a100-80gb", 2, nodes=2).save(tmp_path / "machine.json")
     model, *rest = SMALL

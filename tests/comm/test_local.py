@@ -181,6 +181,7 @@ def test_a_rank_that_closes_is_an_error_for_sums_that_miss_its_part() -> None:
     dist.barrier()
 
 
+@pytest.mark.full
 @on_ranks(3, timeout=60)
 def test_a_rank_whose_peer_has_given_up_a_sum_does_not_wait_for_it() -> None:
     rank, made = dist.get_rank(), Transport()

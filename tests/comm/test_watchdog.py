@@ -167,6 +167,7 @@ def test_a_rank_that_goes_on_ends_nothing() -> None:
     assert not place.ended
 
 
+@pytest.mark.full
 def test_a_busy_reader_ends_nothing_and_the_next_machine_reads_in_its_place() -> None:
     """Native code may keep Python from giving signs for an hour; a machine that does not answer is gone, though."""
     for answers in (True, False):

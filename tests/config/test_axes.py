@@ -9,7 +9,7 @@ import pytest
 
 import zeromesh
 from harness import FOLDERS, run_command
-from zeromesh.apps.plan.choose.parallel_layout import PLANNED, ParallelLayout
+from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
 from zeromesh.base.axes import AXES, data_size, shard_size
 from zeromesh.config.feature_sections import MeshSizes
 
@@ -18,8 +18,8 @@ def test_the_configuration_has_a_size_for_each_axis() -> None:
     assert [*MeshSizes.model_fields] == [*AXES]
 
 
-def test_the_planner_has_a_size_for_each_axis_that_it_plans() -> None:
-    assert {*PLANNED} <= {field.name for field in fields(ParallelLayout)}
+def test_the_planner_has_a_size_for_each_axis() -> None:
+    assert {*AXES} <= {field.name for field in fields(ParallelLayout)}
 
 
 def test_sizes_of_the_batch_and_of_shard_groups_are_products() -> None:
@@ -30,8 +30,8 @@ def test_sizes_of_the_batch_and_of_shard_groups_are_products() -> None:
 
 PLACES = {
     "base/axes.py": {
-        '    "expert": AxisRole(folded=True, planned=False),\n': '    "expert": AxisRole(folded=True, planned=False),\n'
-        '    "echo": AxisRole(copies=True, planned=False),\n'
+        '    "expert": AxisRole(folded=True),\n': '    "expert": AxisRole(folded=True),\n'
+        '    "echo": AxisRole(copies=True),\n'
     },
     "config/feature_sections.py": {
         "    expert: PositiveInt = key(\n": '    echo: PositiveInt = key(1, "Ranks with the same samples.")\n'

@@ -346,6 +346,7 @@ def test_hooks_of_forwards_are_checked(name: str, early: bool, caplog: pytest.Lo
     require_checked(FORWARD_HOOKS[name], early, caplog)
 
 
+@pytest.mark.full
 def test_compiled_code_that_takes_another_way_is_checked_again() -> None:
     model = spread(WAYS["a counter"], change=prepared)
     for block in model.blocks:

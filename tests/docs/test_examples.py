@@ -19,6 +19,7 @@ MADE = {
     "bert.json": "python examples/bert_mlm.py --config examples/bert.json",
     "blend.json": "python examples/tiny_model.py chat-tokenizer",
     "chat.json": "python examples/tiny_model.py FOLDER",
+    "mixture.json": "python examples/tiny_model.py FOLDER",
     "qlora.json": "python examples/tiny_model.py FOLDER",
 }
 
@@ -40,8 +41,9 @@ def test_files_train_or_name_the_command_that_makes_what_they_need(file: str, tm
         assert MADE[file] in " ".join(finished.stdout.split()), finished.stdout
         if file == "bert.json":
             return
-        folder = {"blend.json": "chat-tokenizer"}.get(file, "models/tiny")
-        made = run_command([sys.executable, "examples/tiny_model.py", folder], cwd=tmp_path, timeout=200)
+        special = {"blend.json": ["chat-tokenizer"], "mixture.json": ["models/mixture", "--experts", "8"]}
+        options = special.get(file, ["models/tiny"])
+        made = run_command([sys.executable, "examples/tiny_model.py", *options], cwd=tmp_path, timeout=200)
         assert made.returncode == 0, made.stdout
         finished = run_command(train, cwd=tmp_path, timeout=200)
     assert finished.returncode == 0, finished.stdout

@@ -6,8 +6,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from pictures import canvas, concepts, flowchart
+from pictures import canvas, concepts, flowchart, mixtures
+from zeromesh.comm.mesh import Mesh
 
 ROOT = Path(__file__).resolve().parents[2]
 SPACE = "{http://www.w3.org/2000/svg}"
@@ -36,6 +40,18 @@ def test_placement_follows_the_table_of_stages() -> None:
     colours = [box.get("fill") for box in root.iter(f"{SPACE}rect") if float(box.get("width", 0)) == 66]
     # Of four stages, on four ranks: three states whole, then two, one, none; each box also has its background.
     assert sum(colour != canvas.GREY for colour in colours) == 4 * (3 + 2 + 1)
+
+
+def test_groups_of_experts_are_those_of_a_mesh_of_eight_ranks() -> None:
+    sizes = mixtures.SIZES | {"expert": mixtures.EXPERT_RANKS}
+    for rank in range(8):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
+        try:
+            mesh = Mesh(sizes, torch.device("cpu"))
+        finally:
+            dist.destroy_process_group()
+        places = mixtures.places(rank)
+        assert {axis: mesh.group(axis).rank for axis in places} == places
 
 
 def test_a_flowchart_has_every_box_and_every_arrow_of_its_text() -> None:

@@ -1,4 +1,4 @@
-"""The page of error texts quotes texts that the package has."""
+"""The pages of error texts quote texts that the package has."""
 
 import ast
 import re
@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
-QUOTED = re.findall(r"^\| `(.+?)` \|", PAGE, re.MULTILINE)
+OF_EXPERTS = (ROOT / "docs" / "experts.md").read_text().partition("## Errors")[2]
+QUOTED = re.findall(r"^\| `(.+?)` \|", PAGE + OF_EXPERTS, re.MULTILINE)
 
 
 @cache

@@ -11,7 +11,7 @@ from mistakes import Mistake, run_mistake
 
 TABLES = sorted(path.stem for path in Path(__file__).parent.glob("mistakes_*.py"))
 MISTAKES: list[Mistake] = [row for table in TABLES for row in import_module(table).MISTAKES]
-RANKS: list[Mistake] = import_module("mistakes_ends").MISTAKES
+RANKS: list[Mistake] = [*import_module("mistakes_ends").MISTAKES, *import_module("mistakes_experts").MISTAKES]
 """Mistakes that only several ranks make; they take longest."""
 QUICK = [mistake for mistake in MISTAKES if mistake not in RANKS]
 

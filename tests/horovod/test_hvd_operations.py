@@ -357,6 +357,7 @@ def record_timelines(folder: str) -> None:
     assert not Path("DYNAMIC").exists()
 
 
+@pytest.mark.full
 def test_the_timeline_has_the_operations_between_start_and_stop(tmp_path: Path) -> None:
     record_timelines(folder=str(tmp_path))
     for file in ("started.json", "whole.json"):

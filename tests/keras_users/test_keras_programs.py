@@ -166,6 +166,7 @@ assert all((one == other).all() for one, other in zip(*found)), found
 """
 
 
+@pytest.mark.full
 def test_one_process_without_a_launcher_is_plain_keras() -> None:
     finished = run_command([sys.executable, "-c", LOOSE])
     assert finished.returncode == 0, finished.stdout

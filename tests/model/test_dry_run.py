@@ -247,6 +247,7 @@ print("as it was")
 """
 
 
+@pytest.mark.full
 def test_torch_knows_its_own_functions_after_the_first_plan_of_a_process() -> None:
     # Models that transformers loads afterwards would have positions of random memory.
     ended = run_command([sys.executable, "-c", PLAN])

@@ -12,6 +12,7 @@ import zeromesh
 from harness import run_ranks
 from run import configuration, sgd
 from test_pipeline import CHUNKS, STEPS, cross_entropy, train
+from zeromesh.parallel.activation.choices import add_router
 
 LIMIT = 240
 MICROBATCHES = 8
@@ -45,10 +46,17 @@ class Noisy(nn.Module):
         super().__init__()
         self.linear, self.norm, self.dropout = spectral_norm(nn.Linear(8, 8)), nn.BatchNorm1d(8), nn.Dropout(0.3)
         self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+        self.router, self.seen = nn.Linear(8, 4), set()
+        add_router(self)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.calls += 1
+        # A second decision for the same input chooses others.
+        scores, key = self.router(x), float(x.detach().sum())
+        index = (scores + torch.arange(4) * (key in self.seen)).topk(2).indices
+        self.seen.add(key)
+        x = x * scores.gather(-1, index).sum(-1, keepdim=True).sigmoid()
         # The graph must see the count and the estimate of the norm as they were in this micro-batch.
         return x + self.dropout(self.norm(self.linear(x)).relu()) * (1 + 0.1 * self.calls)
 
@@ -74,7 +82,7 @@ def run(recompute: bool) -> tuple[list[float], dict[str, Tensor], tuple[int, ...
     return losses, engine.gathered_state_dict(), engine.pipelined.recorded.held
 
 
-def test_recomputation_draws_the_same_numbers_changes_buffers_once_and_holds_one_graph() -> None:
+def test_recomputation_draws_the_same_numbers_chooses_the_same_changes_buffers_once_and_holds_one_graph() -> None:
     losses, state, held = run_ranks(run, 2, False)[0]
     again, other, less = run_ranks(run, 2, True)[0]
     assert again == losses

@@ -484,6 +484,7 @@ def save_adapters(folder: str, pipeline: int) -> dict[str, torch.Tensor]:
     return engine.gathered_state_dict()
 
 
+@pytest.mark.full
 def test_adapters_of_all_stages_are_written_alone_or_merged(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

@@ -226,6 +226,7 @@ TWO = [
 ]
 
 
+@pytest.mark.full
 def test_tables_train_as_in_one_process_on_two_ranks_of_each_axis() -> None:
     runs = compare(2, TWO)
     assert all(run[2]["rows"]["embedding"] < WORDS for run in runs)  # rows are spread over a sequence's ranks

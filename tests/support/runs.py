@@ -10,13 +10,18 @@ import torch
 from torch import nn
 
 import zeromesh
+from mixtures import Experts, Router
 from numerics import MESHES, OPTIMIZERS, PRECISIONS
+
+MIXTURE = "experts"
+"""Name of a mesh of two ranks, each with half of the experts that the model then has."""
+MIXTURE_SECTIONS: dict[str, Any] = {"mesh": {"data": 2, "expert": 2}, "experts": {"targets": ["experts"]}}
 
 
 class Noisy(nn.Module):
     """Draws from every generator there is; keeps running statistics, and a buffer that is not part of its state."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int = 0) -> None:
         super().__init__()
         self.embed = nn.Embedding(13, 10)
         self.blocks = nn.ModuleList(nn.Linear(10, 10) for _ in range(3))
@@ -27,11 +32,16 @@ class Noisy(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
         self.late = nn.Linear(10, 10)
         self.register_buffer("positions", torch.arange(10.0), persistent=False)
+        self.gate = Router(10, experts) if experts else None
+        self.experts = Experts(10, experts) if experts else None
 
     def forward(self, tokens: torch.Tensor, late: bool = False) -> torch.Tensor:
         x = self.embed(tokens)
         for block in self.blocks:
             x = x + self.drop(torch.tanh(block(x))) * (0.5 + random.random()) * (0.5 + float(numpy.random.rand()))
+        if self.gate is not None and self.experts is not None:
+            _, weights, index = self.gate(x)
+            x = x + self.experts(x, index, weights)
         x = self.late(x) if late else x
         logits = self.head(self.norm(x) * self.scale)
         return nn.functional.cross_entropy(logits.double(), tokens.roll(1))
@@ -40,7 +50,7 @@ class Noisy(nn.Module):
 def config(row: int, precision: str = "float64", mesh: str = "2", optimizer: str = "adamw") -> dict[str, Any]:
     return {
         "zero_optimization": {"stage": row},
-        "mesh": MESHES[mesh],
+        **({"mesh": MESHES[mesh]} if mesh != MIXTURE else MIXTURE_SECTIONS),
         "optimizer": {"type": optimizer, "params": dict(OPTIMIZERS[optimizer])},
         "scheduler": {"type": "MultiStepLR", "params": {"milestones": [2, 4], "gamma": 0.5}},
         **PRECISIONS[precision],
@@ -49,8 +59,8 @@ def config(row: int, precision: str = "float64", mesh: str = "2", optimizer: str
 
 def start(seed: int, settings: dict[str, Any]) -> zeromesh.Engine:
     torch.manual_seed(seed)
-    model = Noisy().double() if not {"bf16", "fp16"} & set(settings) else Noisy()
-    return zeromesh.initialize(model=model, config=settings)[0]
+    model = Noisy(4 if settings["mesh"].get("expert") else 0)
+    return zeromesh.initialize(model=model if {"bf16", "fp16"} & set(settings) else model.double(), config=settings)[0]
 
 
 def seed_everything(seed: int) -> None:

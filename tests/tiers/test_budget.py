@@ -77,6 +77,7 @@ def train(folder: Path, budget: int, place: dict[str, Any]) -> Any:
     )
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux" and not torch.cuda.is_available(), reason="the limit is Linux's, or CUDA's")
 @pytest.mark.parametrize("place", ["host", *(pytest.param(p, marks=pytest.mark.full) for p in list(PLACES)[1:])])
 def test_a_model_of_five_times_the_memory_of_the_device_trains(place: str, tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def test_a_run_is_the_same_to_the_bit_as_with_states_on_the_host(stage, optimize
     assert sorted(os.listdir(tmp_path)) == ["cpu", "nvme"]
 
 
+@pytest.mark.full
 @on_ranks(2)
 def test_units_that_are_updated_in_several_windows_are_the_same_to_the_bit(tmp_path: Path) -> None:
     case = 3, "AdamW", "bf16"

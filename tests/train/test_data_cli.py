@@ -34,6 +34,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+@pytest.mark.full
 def test_a_blend_of_all_kinds_is_trained_on_and_resumed(parts: dict[str, Path], tmp_path: Path) -> None:
     names = ("text", "chat", "response", "indexed")
     blend = [{"source": str(parts[name]), "weight": weight} for name, weight in zip(names, (4, 3, 2, 1), strict=True)]

@@ -88,6 +88,7 @@ def test_a_revision_of_what_is_not_of_the_hub_is_refused(place: Path, cache: Pat
     refused(train(place, "org/tiny", "text.txt", "--set", "data.revision=v1"), "no source is a data set of the Hub")
 
 
+@pytest.mark.full
 def test_a_plan_takes_the_sizes_of_a_cached_configuration(place: Path) -> None:
     result = call("plan", "org/tiny", *SIZES, "--out", place / "plan")
     assert result.exit_code == 0, result.output

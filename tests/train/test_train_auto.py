@@ -70,6 +70,7 @@ def train_on(machine: str, path: Path, overrides: list[str], resume: bool = Fals
     return result.output + log.getvalue()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_run_whose_layout_is_planned_is_that_with_the_layout_written_out(
     corpus: Path, tmp_path: Path, machine: str, ranks: int

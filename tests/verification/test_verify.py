@@ -119,6 +119,7 @@ class Mean(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.full
 def test_one_rank_is_another_process() -> None:
     model, initialized = nn.Sequential(nn.Linear(4, 1), Mean()), torch.distributed.is_initialized()
     report = zeromesh.verify(model, CONFIG, {"input": torch.rand(2, 4)}, steps=1, ranks=1)

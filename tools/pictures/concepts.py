@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-from pictures import guides  # noqa: E402
+from pictures import guides, mixtures  # noqa: E402
 from pictures.canvas import BLUE, GREEN, GREY, ORANGE, VIOLET, WIDTH, Canvas  # noqa: E402
 from zeromesh.base.placement import ROWS, Placement  # noqa: E402
 
@@ -164,6 +164,7 @@ def choosing() -> str:
 DRAWINGS = (
     *(placement, tiers, slots, tensor, offload, choosing),
     *(guides.speed, guides.launching, guides.packing, guides.finetuning),
+    *(mixtures.experts, mixtures.expert_groups),
 )
 PICTURES = {function.__name__: function for function in DRAWINGS}
 

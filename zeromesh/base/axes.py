@@ -19,7 +19,6 @@ class AxisRole:
     layers: bool = False  # each rank has layers of its own
     splits: bool = False  # the ranks share the work of one copy of the model on one batch
     folded: bool = False  # its groups are cut out of those of other axes: it divides no ranks of its own
-    planned: bool = True  # the planner knows what the axis costs
 
     @property
     def averaged(self) -> bool:
@@ -44,7 +43,7 @@ AXES: Mapping[str, AxisRole] = {
     "pipeline": AxisRole(layers=True, splits=True),
     "context": AxisRole(shards=True, splits=True),
     "tensor": AxisRole(splits=True),
-    "expert": AxisRole(folded=True, planned=False),
+    "expert": AxisRole(folded=True),
 }
 
 GRID = tuple(axis for axis, role in AXES.items() if not role.folded)

@@ -38,7 +38,8 @@ UNEQUAL = (
 )
 _EVALUATION = (
     "Ranks that evaluate must run as many forwards as the others: give each as many batches (DistributedSampler, "
-    "drop_last=True), and let no rank call the model alone; at ZeRO stages 0 to 2 a forward needs no other rank."
+    "drop_last=True), and let no rank call the model alone; only at ZeRO stages 0 to 2, and where ranks share neither "
+    "experts nor layers, a forward needs no other rank."
 )
 
 EVALUATES = "a forward without gradients"

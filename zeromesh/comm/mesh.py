@@ -123,12 +123,12 @@ class Mesh:
         if size == self.world_size:
             members["expert"] = dist.group.WORLD
         else:
-            kept = [place for place in range(3) if shape[place] > 1]
+            lasting = [place for place in range(3) if shape[place] > 1]
             wanted = [place for place in names if shape[place] > 1]
-            made = _groups_of(
-                self.device, tuple(shape[place] for place in kept), order, [kept.index(place) for place in wanted]
+            line_groups = _groups_of(
+                self.device, tuple(shape[place] for place in lasting), order, [lasting.index(place) for place in wanted]
             )
-            members |= {names[place]: group for place, group in zip(wanted, made, strict=True)}
+            members |= {names[place]: group for place, group in zip(wanted, line_groups, strict=True)}
         return {name: self._make_group(name, group) for name, group in members.items()}
 
     def _permuted(self, outer: Sequence[str], inner: Sequence[str]) -> torch.Tensor:

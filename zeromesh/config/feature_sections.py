@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, field_validator, model_validator
 from zeromesh.config.optimizer_names import check_optimizer, check_partition, check_scheduler
 from zeromesh.config.section import (
     BudgetInt,
+    CountFloat,
     CountInt,
     Int,
     Names,
@@ -96,13 +97,33 @@ class EmbeddingTables(Section):
     )
 
 
-class Experts(Section):
+class ExpertSettings(Section):
     """Experts of a mixture. The ranks of mesh.expert share them."""
 
     targets: Names = key(
         (),
         "Class names or glob patterns of module names: the modules that hold the experts of a layer. Empty: those that "
         "are found by the shapes of their parameters.",
+    )
+    auxiliary_loss: Literal["model", "global"] = key(
+        "model",
+        "Tokens of the auxiliary loss that the model adds (output_router_logits). model: those of this rank's "
+        "micro-batch. global: fractions of tokens are those of all ranks and of the micro-batches so far.",
+    )
+    z_loss: CountFloat = key(
+        0.0,
+        "Coefficient of the routers' z-loss (ST-MoE): the mean over tokens of the square of the log-sum-exp of the "
+        "logits, summed over layers. It changes gradients, and not the loss that the model returns.",
+    )
+    bias_update_rate: PositiveFloat | None = key(
+        None,
+        "Add to the selection bias of an expert with fewer tokens than the mean, and take from that of others, so much "
+        "in each update (DeepSeek-V3: 0.001). Null: the bias stays as it is.",
+    )
+    report_load: bool | None = key(
+        None,
+        "Count the tokens of each expert for engine.expert_report() and the monitors. Null: where there is a monitor, "
+        "in zeromesh train, and with bias_update_rate.",
     )
 
 

@@ -125,7 +125,7 @@ class Settings(Section):
     communication: parts.Communication = parts.Communication()
     slots: parts.SlotSettings = parts.SlotSettings()
     embedding_tables: parts.EmbeddingTables = parts.EmbeddingTables()
-    experts: parts.Experts = parts.Experts()
+    experts: parts.ExpertSettings = parts.ExpertSettings()
     units: Names = key(
         (),
         "Class names or glob patterns of module names: modules that are gathered as a whole. Empty: found "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from zeromesh.engine.first_batches import FirstBatches
 from zeromesh.engine.observe.observer import Observer
 from zeromesh.engine.reports import explained
 from zeromesh.shard.sharded import ShardedModel
+
+if TYPE_CHECKING:
+    from zeromesh.parallel.expert.balance import Balance
 
 
 def cast_inputs(inputs: Any, precision: Precision) -> Any:
@@ -50,12 +53,14 @@ class Computation:
         sizes: batches.MicroBatchSizes,
         explain: Callable[[], str],
         curriculum: LengthCurriculum | None = None,
+        balance: Balance | None = None,
     ) -> None:
         # No reference to the engine: hooks of the model lead here, and the engine goes away with its last user.
         self._sharded, self._model, self._mesh = sharded, sharded.model, sharded.mesh
         self._precision, self._observer, self._loss_fn = precision, observer, loss_fn
         self._sizes, self._explain = sizes, explain
         self.curriculum = curriculum  # None: samples are used as they are
+        self._balance = balance  # of experts; None where nobody counts their tokens
         self._sharing = [axis for axis, role in AXES.items() if role.same_loss and self._mesh.sizes[axis] > 1]
         self._has_stages = self._mesh.sizes["pipeline"] > 1
         self._has_compared = False
@@ -100,6 +105,15 @@ class Computation:
         # ``unwinding`` resets the model's hooks where an error leaves its forward in the middle.
         with self._computing(), self._sharded.events.unwinding(), autocast(self._mesh.device, self._precision):
             return self._model(*args, **kwargs)
+
+    @contextmanager
+    def hearing_routers(self, hears: bool) -> Iterator[None]:
+        """Count the choices of routers in this context, unless another forward makes the graph of this one."""
+        if self._balance is None:
+            yield
+            return
+        with self._balance.listener.hearing(hears):
+            yield
 
     def method(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return another method of the model as one that may use its parameters."""

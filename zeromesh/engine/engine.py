@@ -144,6 +144,7 @@ class Engine:
     traffic_report = of_part("reports", Reports.traffic_report)
     bound_report = of_part("reports", Reports.bound_report)
     work_report = of_part("reports", Reports.work_report)
+    expert_report = of_part("reports", Reports.expert_report)
     check_health = of_part("reports", Reports.check_health)
     compile_seconds = of_part("reports", Reports.compile_seconds)
 
@@ -319,6 +320,8 @@ class Engine:
         with span("monitor"):
             self._update.finish(agreement)
             values = learning_values(self._update.mean_loss, rates, self._update.norm, scale)
+            if self._state.balance is not None and self.observer.monitor.enabled:
+                values |= self._state.balance.values()
             self.observer.values(values, self.global_samples, samples)
 
     # Whole batches.

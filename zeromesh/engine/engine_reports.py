@@ -18,6 +18,7 @@ from zeromesh.engine import reports
 from zeromesh.engine.observe.resource_bounds import COMPUTE, DISK, HOST, LINK, NETWORK, Amount, bounds
 from zeromesh.engine.state import EngineState
 from zeromesh.parallel.activation.compiled import compile_seconds
+from zeromesh.parallel.expert.balance import LayerLoad
 from zeromesh.shard.store.file_blocks import measure_bandwidth
 from zeromesh.shard.store.link import Link
 from zeromesh.shard.store.memory import empty_on
@@ -36,6 +37,14 @@ class Reports:
     def compile_seconds(self) -> float:
         """Return the seconds that compilation has taken in this process."""
         return compile_seconds()
+
+    def expert_report(self) -> dict[str, LayerLoad]:
+        """Return how evenly the experts of each layer were used in the last update, by the name of the layer's experts.
+
+        All ranks and micro-batches are counted; padding that ``attention_mask`` names, evaluation and recomputation
+        are not. Empty where nobody counts (``experts.report_load``), and before the first update. Waits for the device.
+        """
+        return {} if self._state.balance is None else self._state.balance.report()
 
     def memory_report(self) -> dict[str, Any]:
         """Bytes by state and tier that this rank allocates at the most, and the measured use of the process.

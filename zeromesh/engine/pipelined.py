@@ -263,7 +263,7 @@ class StageWork:
 
     def stage_loss(self, stage: int, batch: Any, operands: Kept | None, trains: bool) -> Tensor:
         """Return the loss of a micro-batch, which the stages compute together; see ``Work``."""
-        with self._computing(stage, operands, trains=trains):
+        with self._computing(stage, operands, trains=trains), self._computation.hearing_routers(trains):
             return self._computation.loss(batch)
 
     def stage_backward(
@@ -280,7 +280,7 @@ class StageWork:
             losses = [batches.check_loss(root) for root in roots]
             # The last stage has a loss and no gradient of it. Only there losses are scaled, once for all stages.
             roots, gradients = [accumulation.scaled(loss / accumulation.steps) for loss in losses], [None]
-        with self._computing(stage, operands, last):
+        with self._computing(stage, operands, last), self._sharded.accumulation.differentiating(divided=True):
             self._computation.differentiate(roots, gradients, last, reduces=operands is None)
 
     def stage_weights(self, stage: int, operands: Kept, last: bool) -> None:

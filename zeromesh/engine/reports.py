@@ -160,7 +160,9 @@ def planned_states(
         for unit in sharded.units:
             layouts = [flat.layout for flat in unit.flats if flat.layout.trainable in trained]
             single = len(layouts) == 1 and layouts[0].whole
-            units.append(sizes.UnitElements(sum(part.elements for part in layouts), 1, single))
+            # Units of experts have groups of their own.
+            shards = max((flat.group.size for flat in unit.flats), default=0) * sharing.ranks // mesh.shard.size
+            units.append(sizes.UnitElements(sum(part.elements for part in layouts), 1, single, ranks=shards))
         return sizes.state_sizes(units, replace(layout, widths=widths), sharing)
 
     trained = states_with({True}, layout.widths)

@@ -47,11 +47,17 @@ class EngineState:
         self.computation = _computation(placing, self.observer)
         self.stage_work = None if plan.stages is None else plan.stages.work(sharded, self.computation)
         self.accumulation = sharded.accumulation
+        self.balance = placing.balance
         self.background = BackgroundSaves(plan.mesh)
         peer_copies = plan.settings.checkpoint.peer_copies
         self.copies = MemoryCopies(plan.mesh, peer_copies) if peer_copies else None
         self.update = Update(
-            sharded, plan.settings, placing.optimizer, self.computation.first_batches, self.background.failed
+            sharded,
+            plan.settings,
+            placing.optimizer,
+            self.computation.first_batches,
+            self.background.failed,
+            placing.balance,
         )
         self.loss_scaler = self.update.scaler
         self.health = Health(plan.mesh)
@@ -84,6 +90,8 @@ class EngineState:
         # Not the optimizer's: its pieces have gradients only during an update.
         self.sharded.forget_gradients()
         self.accumulation.restart()
+        if self.balance is not None:
+            self.balance.forget()
 
     def resume(self, global_steps: int, global_samples: int, micro_steps: int, skipped_steps: int) -> None:
         """Take the counters of a checkpoint."""
@@ -130,4 +138,5 @@ def _computation(placing: Placing, observer: Observer) -> Computation:
     sizes = MicroBatchSizes(rows, plan.says_batch and plan.mesh.rank == 0)
     chosen = settings.curriculum_learning
     lengths = LengthCurriculum(chosen, plan.model) if chosen.enabled else None
-    return Computation(sharded, settings.precision, observer, plan.arguments.loss_fn, sizes, explain, lengths)
+    loss_fn, balance = plan.arguments.loss_fn, placing.balance
+    return Computation(sharded, settings.precision, observer, loss_fn, sizes, explain, lengths, balance)

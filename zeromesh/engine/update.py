@@ -31,6 +31,7 @@ from zeromesh.shard.sharded import Agreement, ShardedModel
 
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved
+    from zeromesh.parallel.expert.balance import Balance
 
 _log = logging.getLogger("zeromesh")
 
@@ -65,6 +66,7 @@ class Update:
         optimizer: Optimizer | None,
         first_batches: FirstBatches,
         save_failed: Callable[[], bool] = lambda: False,
+        balance: Balance | None = None,
     ) -> None:
         scaler = sharded.accumulation.scaler
         assert scaler is None or isinstance(scaler, LossScaler)
@@ -86,6 +88,7 @@ class Update:
         self._first_batches = first_batches
         self._asked, self._skipped_in_a_row = 0, 0
         self._save_failed, self._told_uneven = save_failed, False
+        self._balance = balance  # of experts; None where nobody counts their tokens
         self._sharing = [axis for axis, role in AXES.items() if role.same_loss and self._mesh.sizes[axis] > 1]
         turns = self._mesh.group("world").ranks_per_slot
         self.stragglers = Stragglers(self._mesh, turns=turns)  # comparison of the ranks' work between updates
@@ -122,6 +125,9 @@ class Update:
         losses, inputs, samples = self._accumulation.noted()
         largest, sums = self._notes(losses, inputs, samples, asked)
         agreement = self._sharded.complete(largest, sums)
+        if self._balance is not None:
+            with span("balance_experts"):
+                self._balance.complete()
         # Before the checks: after an error the next micro-batch begins a new update.
         self._accumulation.restart()
         notes = Notes(*agreement.largest)
@@ -166,6 +172,8 @@ class Update:
             # In place writes of the user since the last update go into the masters before these are updated.
             with span("take_changes"):
                 self._sharded.take_changes()
+            if self._balance is not None:
+                self._balance.update_biases()
             self._check_groups()
             self._sharded.store.recall()
             if (limit := self._config.gradient_clipping) > 0:

@@ -62,6 +62,7 @@ class UnitElements(NamedTuple):
     single: bool = False  # they are one parameter's, without padding
     frozen: float = 0.0  # bytes of parameters without gradients
     whole: float = 0.0  # bytes beside those, on every rank
+    ranks: int = 0  # over which its states are sharded; 0: those that share the others'
 
 
 class GradientBuffers(NamedTuple):
@@ -143,13 +144,14 @@ def _rows(
 
 def state_sizes(units: Sequence[UnitElements], layout: StateLayout, sharing: Sharing) -> RankStates:
     """Return the bytes of a rank's states; what stays gathered is the first unit."""
-    row, widths, ranks = layout.row, layout.widths, sharing.ranks
+    row, widths = layout.row, layout.widths
     resting: Resting = {}
     files: list[tuple[float, int]] = []  # bytes in files: windows of units' states, and units' parameters
     stored: list[tuple[float, int]] = []
     loaded = 0.0  # bytes of the largest master of several windows, which is in memory as a whole at the start
     sizes = []
-    for unit, own_row in _rows(units, row, sharing.accumulates):
+    for unit, own_row in _rows([u._replace(ranks=u.ranks or sharing.ranks) for u in units], row, sharing.accumulates):
+        ranks = unit.ranks
         count, size = unit.number, padded(unit.size, widths.parameter, ranks)
         sizes.append((unit._replace(size=size), own_row))
         shard_size = unit.size / ranks if row.optimizer is Placement.SHARDED else unit.size
@@ -171,24 +173,30 @@ def state_sizes(units: Sequence[UnitElements], layout: StateLayout, sharing: Sha
             copied += widths.parameter if widths.master or apart else 0
             elements = size / ranks if in_files else shard_size
             add_size(resting, "slot", Tier.HOST, layout.early * elements * copied * count)
-    stored += place_frozen(resting, units, row, ranks)
+    stored += place_frozen(resting, units, row, sharing.ranks)
     if any(_splits(own_row, widths) for _, own_row in sizes):
         # One split master at a time is joined in memory of its own, during the update.
-        add_size(resting, "slot", Tier.HOST, max(unit.size for unit, _ in sizes) / ranks * widths.master)
+        add_size(resting, "slot", Tier.HOST, max(unit.size / unit.ranks for unit, _ in sizes) * widths.master)
     for blocks, buffers in ((files, STATE_BUFFERS), (stored, PARAMETER_BUFFERS)):
         add_size(resting, "slot", Tier.HOST, bytes_of(largest(blocks, buffers)))
     add_size(resting, "slot", Tier.HOST, loaded)
     gathered = spare = 0.0
     sharded = row.parameter is Placement.SHARDED
     if sharded:
-        full = [(padded(u.size, widths.parameter, ranks) * widths.parameter + u.frozen, u.number) for u in units]
+        full = [
+            (padded(u.size, widths.parameter, u.ranks or sharing.ranks) * widths.parameter + u.frozen, u.number)
+            for u in units
+        ]
         outside, blocks = full[0][0], full[1:]
         gathered = bytes_of(largest(blocks, layout.parameter_slots)) + outside
         spare = gathered - bytes_of(largest(blocks, 1)) - outside
     working, lent = _place_gradients(resting, sizes, layout, sharing)
-    here = [(unit.size, unit.number) for unit, own_row in sizes if own_row.optimizer_tier is Tier.DEVICE]
+    here = [
+        (unit.size / (unit.ranks if row.optimizer is Placement.SHARDED else 1), unit.number)
+        for unit, own_row in sizes
+        if own_row.optimizer_tier is Tier.DEVICE
+    ]
     update_size = max((size for size, _ in here), default=0.0) if layout.in_parts else sum(size * n for size, n in here)
-    update_size /= ranks if row.optimizer is Placement.SHARDED else 1
     master = widths.master or widths.parameter
     return RankStates(
         resting, gathered, spare, working, lent, update_size * master if widths.gradient < master else 0.0
@@ -263,17 +271,17 @@ def _place_gradients(
     alone = ranks * replicate == 1 and not accumulates
     for unit, own_row in units:
         size, count = unit.size, unit.number
-        tier, shard_size = own_row.gradient_tier, size / ranks if owned else size
+        tier, shard_size = own_row.gradient_tier, size / unit.ranks if owned else size
         in_full = tier is Tier.DEVICE and width == widths.gradient and not sharded
         resting_width = width if tier is not Tier.DEVICE and alone and width <= widths.gradient else widths.gradient
         add_size(resting, "gradient", tier, 0.0 if in_full else shard_size * resting_width * count)
     adopts = width == widths.parameter
     gradients = [
         full_gradient(
-            (unit.size, unit.size / ranks, unit.size / ranks * sums.buffers(ranks)),
+            (unit.size, unit.size / unit.ranks, unit.size / unit.ranks * sums.buffers(unit.ranks)),
             (width, widths.wire, widths.gradient),
-            converts=ranks > 1 and width != widths.wire,
-            lands=ranks > 1 and own_row.gradient_tier is not Tier.DEVICE,
+            converts=unit.ranks > 1 and width != widths.wire,
+            lands=unit.ranks > 1 and own_row.gradient_tier is not Tier.DEVICE,
             adopted=adopts and unit.single,
             number=unit.number,
         )

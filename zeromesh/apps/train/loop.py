@@ -26,6 +26,8 @@ from zeromesh.base.words import counted
 
 _log = logging.getLogger("zeromesh")
 
+MOST_LOADS = 1_000_000  # numbers in the file of metrics that are loads of experts
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -185,11 +187,27 @@ class Loop:
         seconds_left = (self.job.steps - progress.step) * self.tokens_per_step / speed
         self.display.step(Figures(progress.step, seconds_left=seconds_left, **figures))
         self._record(progress)
+        self._record_experts(progress)
         if self.metrics is not None:
             taken = {"samples": progress.samples, "tokens": progress.samples * self.job.tokens_per_sample}
             seconds = round(progress.seconds, 3)
             self.metrics.write("train", progress.step, **taken, **figures, seconds=seconds)
         return peak_speed
+
+    def _record_experts(self, progress: Progress) -> None:
+        """Record the load of each layer's experts, of so many steps that the file does not grow large."""
+        if self.metrics is None or not (report := self.engine.expert_report()):
+            return
+        every = max(1, self.job.run.log_every)
+        numbers = sum(len(layer.load) for layer in report.values()) * self.job.steps // every
+        if progress.step // every % (numbers // MOST_LOADS + 1) == 0 or progress.step == self.job.steps:
+            self.metrics.write(
+                "experts",
+                progress.step,
+                load={name: [round(100 * load) for load in layer.load] for name, layer in report.items()},
+                entropy={name: round(layer.entropy, 4) for name, layer in report.items()},
+                dropped={name: round(layer.dropped, 4) for name, layer in report.items()},
+            )
 
     def _record(self, progress: Progress, ends: bool = False) -> None:
         """Record the times so far, and the work of the ranks."""

@@ -21,6 +21,8 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "samples": NotRequired[Count],
     },
     "validation": {"loss": Number},
+    # Loads by layer are in percent of the mean.
+    "experts": {"load": dict[str, list[int]], "entropy": dict[str, float], "dropped": dict[str, float]},
     "spike": {"name": str, "value": Number, "usual": Number, "skipped": bool, "samples": NotRequired[Count]},
 }
 _FORMS: dict[str, Form] = {kind: TypeAdapter(record_type(_RECORD | fields)) for kind, fields in _FIELDS.items()}

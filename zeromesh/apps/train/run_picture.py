@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from zeromesh.apps.train.expert_charts import expert_charts
 from zeromesh.apps.train.goodput import Attempt, Spent, read_attempts, read_times, totals
 from zeromesh.apps.train.metrics import form_of, read_records
 from zeromesh.apps.train.run_folder import RunFolder
@@ -166,6 +167,7 @@ def charts(
         if any(key in record for record in by_kind["train"]):
             points = {"": _points(by_kind["train"], key)}
             yield Curves(title, points, unit=unit, from_zero=True, marks=spikes, mark="spike")
+    yield from expert_charts(by_kind["experts"])
     yield _timeline(attempts)
     work, hardware = _work_of_ranks(times), _slowness_of_hardware(times)
     for name, rows in (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from math import lcm
@@ -22,7 +22,7 @@ from zeromesh.shard.parameters.materialise import refuse_without_values
 
 HEAD = 16  # width of a head
 VOCABULARY = 96
-EXPERTS = 4
+EXPERTS = 4  # of a layer, at least
 GROUP = 2  # heads of queries that share one of keys, at most
 LENGTH = 16  # tokens of a sample
 
@@ -32,9 +32,13 @@ HEADS = ("num_attention_heads", "num_heads", "encoder_attention_heads", "decoder
 WIDTHS = ("hidden_size", "d_model", "word_embed_proj_dim", "embedding_size")
 INNER = (
     "intermediate_size", "n_inner", "d_ff", "ffn_dim", "hidden_dim", "ffn_hidden_size", "encoder_ffn_dim",
-    "decoder_ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size",
+    "decoder_ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
+    "moe_shared_expert_intermediate_size", "expert_ffn_hidden_size", "share_expert_dim",
 )  # fmt: skip
-EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk", "moe_top_k")  # experts of a token
+DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")  # layers before those with experts
+STEPS = ("decoder_sparse_step", "encoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 
 
@@ -165,9 +169,12 @@ def _shrink(config: Any, sizes: Mapping[str, int], blocks: int, changes: list[st
                     changes.append(note)
 
     change(LAYERS, blocks)
-    for name in ("layer_types", "mlp_layer_types"):
-        if isinstance(kinds := getattr(config, name, None), list):
-            setattr(config, name, kinds[: number("num_hidden_layers") or blocks])
+    layers = number("num_hidden_layers") or blocks
+    for name in ("layer_types", "mlp_layer_types", "moe_layer_freq"):
+        derived = isinstance(getattr(type(config), name, None), property)
+        if not derived and isinstance(kinds := getattr(config, name, None), list):
+            setattr(config, name, _shortened(kinds, layers))
+    _shrink_experts(config, sizes, layers, number, change)
     unit = max(2, sizes["tensor"] * sizes["context"])
     heads = number(*HEADS)
     keys = number("num_key_value_heads") or heads
@@ -185,13 +192,41 @@ def _shrink(config: Any, sizes: Mapping[str, int], blocks: int, changes: list[st
         for name in ("short_factor", "long_factor"):
             if isinstance(rope.get(name), list):
                 rope[name] = rope[name][: int(HEAD * rope.get("partial_rotary_factor", 1.0)) // 2]
-    change(EXPERT_COUNTS, EXPERTS)
     entries = VOCABULARY + number("vocab_size") % sizes["tensor"]
     if number("vocab_size") > entries:
         change(("vocab_size",), entries)
         for name in TOKENS:
             if number(name) >= VOCABULARY:
                 setattr(config, name, 0)
+
+
+def _shrink_experts(
+    config: Any, sizes: Mapping[str, int], layers: int, number: Callable[..., int], change: Callable[..., None]
+) -> None:
+    """Leave fewer experts, in as many groups and layers as show what the ranks do with them."""
+    ranks, groups = sizes.get("expert", 1), number("n_group")
+    # Several on each rank, so that a rank chooses among its own.
+    count = max(EXPERTS, 2 * ranks)
+    if groups > 1 and number("topk_group"):
+        change(("n_group",), 2)
+        change(("topk_group",), max(1, 2 * number("topk_group") // groups))
+        count *= 2
+    if any(number(name) % ranks == 0 for name in EXPERT_COUNTS if number(name)):
+        change(EXPERT_COUNTS, count)
+        change(("zero_expert_num",), 2)
+        change(CHOSEN, 2)  # weights of one alone may be 1 for any router
+    change(DENSE, layers // 2)
+    change(STEPS, max(1, layers))
+    dense = getattr(config, "mlp_only_layers", None)
+    if isinstance(dense, list):
+        config.mlp_only_layers = [layer for layer in dense if layer < layers][: layers - 1]
+
+
+def _shortened(kinds: list[Any], length: int) -> list[Any]:
+    """Return so many of a list, in their order, and of each kind at least one."""
+    firsts = [place for place, kind in enumerate(kinds) if kind not in kinds[:place]]
+    others = [place for place in range(len(kinds)) if place not in firsts]
+    return [kinds[place] for place in sorted([*firsts, *others][:length])]
 
 
 def without_dropout(model: nn.Module) -> bool:

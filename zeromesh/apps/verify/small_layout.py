@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from zeromesh.base.axes import data_size
+from zeromesh.base.axes import FOLDED, data_size, folded_problem, world_size
 from zeromesh.base.words import counted
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
@@ -62,7 +62,7 @@ class SmallLayout:
     @property
     def ranks(self) -> int:
         """Number of ranks."""
-        return prod(self.sizes.values())
+        return world_size(self.sizes)
 
     @property
     def text(self) -> str:
@@ -87,19 +87,18 @@ def small_layout(settings: Settings, ranks: int | None) -> SmallLayout:
         )
     changes: list[str] = []
     asked = settings.mesh.model_dump()
-    needed = prod(size for axis, size in (asked | settings.model_sizes).items() if axis != "data")
-    needed *= max(asked["data"], 1)
+    needed = world_size(asked | settings.model_sizes | {"data": max(asked["data"], 1)})
     most = ranks or MOST_RANKS
     if ranks is None and needed > most:
-        shared = prod(settings.model_sizes.values())
+        shared = _shared(settings)
         raise ValueError(
             f"the mesh needs {needed} ranks, more than {most}, which are started here without being asked; "
             f"--ranks N compares on N ranks with fewer data-parallel ones: a multiple of {shared}, as --ranks "
             f"{max(2, shared * 2) if shared <= most // 2 else shared}"
         )
     sizes = _fitted(settings, ranks, needed, most)
-    if needed > 1 and prod(sizes.values()) != needed and asked["data"] != -1:
-        changes.append(f"ranks {needed} -> {prod(sizes.values())}")
+    if needed > 1 and world_size(sizes) != needed and asked["data"] != -1:
+        changes.append(f"ranks {needed} -> {world_size(sizes)}")
     stages = sizes["pipeline"]
     data = data_size(sizes)
     micro, rows = _batch(settings, data)
@@ -125,8 +124,21 @@ def _fitted(settings: Settings, ranks: int | None, needed: int, most: int) -> di
             meshes.append(settings.resolve_mesh(world))
     if not meshes:
         return settings.resolve_mesh(needed)  # raises what is wrong with it
-    # Ranks with different samples, if there may be any: else nothing is reduced over them.
-    return next((sizes for sizes in meshes if data_size(sizes) > 1), meshes[0])
+    # Ranks with different samples, and some with the same experts, if there may be any: else nothing is reduced over
+    # them.
+    reduced = [sizes for sizes in meshes if data_size(sizes) > 1]
+    alike = [sizes for sizes in reduced if sizes["expert"] < prod(sizes[axis] for axis in FOLDED)]
+    return [*alike, *reduced, *meshes][0]
+
+
+def _shared(settings: Settings) -> int:
+    """Return the fewest ranks that share one copy of the model, and its experts."""
+    sizes = settings.mesh.model_dump() | settings.model_sizes | {"replicate": 1}
+    return next(
+        world_size(sizes | {"data": data})
+        for data in range(1, sizes["expert"] + 1)
+        if not folded_problem(sizes | {"data": data})
+    )
 
 
 def _with_data(settings: Settings, size: int) -> Settings:

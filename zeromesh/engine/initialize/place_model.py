@@ -22,6 +22,7 @@ from zeromesh.checkpoint.random_state import share_random_state
 from zeromesh.comm.agreement import agree_run, agree_success, catch
 from zeromesh.engine.initialize import model_layout as layout
 from zeromesh.engine.initialize import optimizer_setup
+from zeromesh.engine.initialize.balance_experts import balance_of, counts_experts
 from zeromesh.engine.initialize.offload import preparation
 from zeromesh.engine.initialize.place_tables import table_settings
 from zeromesh.engine.initialize.run_plan import Plan
@@ -34,6 +35,7 @@ from zeromesh.shard.optim import factory
 from zeromesh.shard.optim.host import states_of
 from zeromesh.shard.optim.scaler import LossScaler
 from zeromesh.shard.parameters.deferred import Source
+from zeromesh.shard.parameters.flat import write_parameter
 from zeromesh.shard.parameters.flat_exchange import FlatExchange, join_experts
 from zeromesh.shard.parameters.materialise import materialiser, replace
 from zeromesh.shard.place_units import ModelPart, Sharding, Slots
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved, Settings
     from zeromesh.parallel.activation.activation_store import ActivationStore
     from zeromesh.parallel.context.applied import SpreadSequences
+    from zeromesh.parallel.expert.balance import Balance
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class Placing:
         optimizer: updates this rank's pieces; None if there is none.
         scheduler: of the optimizer; None if there is none.
         activations: storage of checkpointed inputs until the backward; None where they stay in place.
+        balance: of experts; None where nobody counts their tokens.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -82,6 +86,7 @@ class Placing:
         self.sequences: SpreadSequences | None = None
         self.sharded: ShardedModel | None = None
         self.activations: ActivationStore | None = None
+        self.balance: Balance | None = None
         self._values: Values | None = None
         self._unquantized: list[str] = []  # names of layers that do not compute in float8
         # A user's optimizer holds the parameters of all stages; those of other stages have to leave its groups.
@@ -98,6 +103,16 @@ class Placing:
         if self.sharded is not None:
             self.sharded.close()
         error.add_note("zeromesh.initialize had begun to change the model: build it anew before you try again")
+
+    def balance_experts(self) -> None:
+        """Listen to routers, and let their losses be those of the configuration."""
+        self.balance = balance_of(self.plan, self._added_factor, self._write_parameter)
+
+    def _added_factor(self) -> float:
+        return self.placed.accumulation.added_factor()
+
+    def _write_parameter(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
+        write_parameter(self.placed.flats, parameter, value)
 
     def spread_sequences(self) -> None:
         """Spread sequences over the ranks of the context axis."""
@@ -272,8 +287,11 @@ class Placing:
         """Compile the forward of each unit."""
         chosen = self.plan.settings.compile
         options = {"backend": chosen.backend} | ({} if chosen.mode is None else {"mode": chosen.mode})
+        # Nor those that exchange tokens, which read numbers of rows on the host: the graphs around them break there.
+        exchanging = {item.caller for item in self.experts}
         # The first unit is the model itself, whose forward calls those of the others.
-        compile_blocks([unit.module for unit in self.placed.units[1:]], options, self.plan.mesh.rank == 0)
+        blocks = [unit.module for unit in self.placed.units[1:] if unit.name not in exchanging]
+        compile_blocks(blocks, options, self.plan.mesh.rank == 0)
 
 
 UNIT = {"shard states": "the new forward asks for the parameters of its unit"}
@@ -285,6 +303,7 @@ INSIDE = dict.fromkeys(
 )
 
 TRANSFORMATIONS = (
+    Transformation(Placing.balance_experts, counts_experts, atomic=True),
     Transformation(Placing.spread_sequences, lambda plan: plan.mesh.sizes["context"] > 1, atomic=True),
     Transformation(Placing.take_stages, lambda plan: plan.stages is not None, {"spread sequences": "of all layers"}),
     Transformation(Placing.find_values, after={"take stages": "values of other stages are not read"}),

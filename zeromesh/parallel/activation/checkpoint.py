@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from zeromesh.parallel.activation.choices import chooses, with_choices
 from zeromesh.parallel.activation.repeat import Repeatable, modules_of
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ def _checkpoint(
         from zeromesh.parallel.activation.selective import contexts
 
         kwargs["context_fn"] = contexts
+    if chooses(modules):
+        kwargs["context_fn"] = partial(with_choices, modules, kwargs.get("context_fn"))
     if any(isinstance(module, nn.RReLU) for module in modules):
         # It keeps its random slopes before it has drawn them; a recomputation that stops there never draws them.
         kwargs["early_stop"] = False
@@ -93,8 +96,10 @@ def checkpoint_modules(
 def compile_forward(module: nn.Module, **options: Any) -> None:
     """Compile the module's forward."""
     forward: Any = module.forward
-    # Inside the checkpoint if the inputs wait elsewhere: moving them cannot be traced.
-    if isinstance(forward, partial) and forward.func is _without_cache and forward.args[1] is not None:
+    # Inside the checkpoint if the inputs wait elsewhere, since moving them cannot be traced, and where experts are: the
+    # graph breaks there, and torch compiles a recomputed region only as one graph.
+    apart = isinstance(forward, partial) and forward.func is _without_cache
+    if apart and (forward.args[1] is not None or chooses(module.modules())):
         compiled: Any = partial(_without_cache, torch.compile(forward.args[0], **options), *forward.args[1:])
     else:
         compiled = torch.compile(forward, **options)

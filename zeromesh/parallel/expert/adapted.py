@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from torch.nn.utils import parametrize
 
 from zeromesh.base.quantized_layers import FOUR_BIT, change, layers, weight_of
 from zeromesh.base.split import Split
+
+if TYPE_CHECKING:
+    from zeromesh.parallel.expert.contract import Experts
 
 BASE = "base_layer"
 
@@ -66,8 +69,8 @@ def shape_of(steps: Any) -> torch.Size:
     return torch.Size(steps[0].quant_state.shape)
 
 
-def with_adapters(model: nn.Module, experts: Any) -> Any:
-    """Return ``forms.Experts`` with all that PEFT and bitsandbytes have put around them, and its splits.
+def with_adapters(model: nn.Module, experts: Experts) -> Experts:
+    """Return experts with all that PEFT and bitsandbytes have put around them, and its splits.
 
     Raises:
         ValueError: the blocks of a packed weight do not end where an expert does.

@@ -7,13 +7,15 @@ import inspect
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+
+from zeromesh.base.split import Split
 
 TOKENS = 6  # of the call that proves ROUTED
 LARGE = 1 << 26  # elements of experts above which four of them are computed
@@ -36,6 +38,36 @@ class Contract(Enum):
         except TypeError:
             return False
         return self is not Contract.LISTED
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Experts of one layer.
+
+    Attributes:
+        name: of the module.
+        module: that has the parameters of all experts; for LISTED the list.
+        count: number of experts with parameters.
+        contract: what the module is called with.
+        splits: name of a parameter in the model -> its split over the ranks of the axis. Other parameters of ROUTED,
+            SORTED and STACKED, such as a norm's behind the experts, are used for the rows of any of them.
+        beyond: choices from ``count`` on, of experts without parameters. They need no other rank: a rank's part of the
+            module knows them by the numbers from ``count // ranks`` on.
+        sizes: (name of a module inside ``module``, name of its attribute) -> value with a rank's part of the experts.
+        caller: name of the module whose forward calls the experts: ``name`` itself, but for most LISTED.
+        choices: columns that the index of ROUTED needs: 2 where its forward fails with one choice of each row; the
+            second may be any expert, of weight 0.
+    """
+
+    name: str
+    module: nn.Module
+    count: int
+    contract: Contract
+    splits: Mapping[str, Split]
+    beyond: int = 0
+    sizes: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    caller: str = ""
+    choices: int = 1
 
 
 @dataclass(frozen=True)

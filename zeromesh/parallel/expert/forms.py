@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,41 +17,11 @@ from zeromesh.base.dry.model_copy import undisturbed
 from zeromesh.base.split import Split
 from zeromesh.base.words import counted, some
 from zeromesh.parallel.expert.adapted import bare_modules, plain_path, with_adapters
-from zeromesh.parallel.expert.contract import Contract, Form
+from zeromesh.parallel.expert.contract import Contract, Experts, Form
 
 __all__ = ["Contract", "Experts", "find_experts"]
 
 Modules = Mapping[str, nn.Module]
-
-
-@dataclass(frozen=True)
-class Experts:
-    """Experts of one layer.
-
-    Attributes:
-        name: of the module.
-        module: that has the parameters of all experts; for LISTED the list.
-        count: number of experts with parameters.
-        contract: what the module is called with.
-        splits: name of a parameter in the model -> its split over the ranks of the axis. Other parameters of ROUTED,
-            SORTED and STACKED, such as a norm's behind the experts, are used for the rows of any of them.
-        beyond: choices from ``count`` on, of experts without parameters. They need no other rank: a rank's part of the
-            module knows them by the numbers from ``count // ranks`` on.
-        sizes: (name of a module inside ``module``, name of its attribute) -> value with a rank's part of the experts.
-        caller: name of the module whose forward calls the experts: ``name`` itself, but for most LISTED.
-        choices: columns that the index of ROUTED needs: 2 where its forward fails with one choice of each row; the
-            second may be any expert, of weight 0.
-    """
-
-    name: str
-    module: nn.Module
-    count: int
-    contract: Contract
-    splits: Mapping[str, Split]
-    beyond: int = 0
-    sizes: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    caller: str = ""
-    choices: int = 1
 
 
 def find_experts(model: nn.Module, targets: Sequence[str], ranks: int) -> list[Experts]:

@@ -13,6 +13,7 @@ from torch import nn
 
 from zeromesh.base.split import Held
 from zeromesh.comm.mesh import Mesh
+from zeromesh.parallel.activation.choices import add_router, keep_choices
 from zeromesh.parallel.expert.adapted import take_part
 from zeromesh.parallel.expert.contract import Contract
 from zeromesh.parallel.expert.dispatch import RowExchange
@@ -51,6 +52,8 @@ def apply(model: nn.Module, mesh: Mesh, experts: Sequence[Experts]) -> None:
         take_part(item.module, mesh.group("expert").rank, mesh.group("expert").size)
         sharing = ExpertSharing(exchange, item.count, lines, tag + RowExchange.TAGS)
         SHARES[item.contract](model, item, sharing)
+        add_router(item.module)
+    keep_choices(model)
 
 
 def _share_routed(model: nn.Module, item: Experts, sharing: ExpertSharing) -> None:

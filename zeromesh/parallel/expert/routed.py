@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from zeromesh.comm.collectives import Group
+from zeromesh.parallel.activation.choices import same_choice
 from zeromesh.parallel.expert.adapted import inner_forward
 from zeromesh.parallel.expert.dispatch import Choice, RowExchange
 from zeromesh.parallel.tensor.operators import move
@@ -72,6 +73,7 @@ class RoutedExperts:
             ValueError: other arguments, or ranks that are given the same tokens choose different experts for them.
         """
         hidden, index, weights = self._arguments(*args, **kwargs)
+        hidden = same_choice(hidden, index, self._exchange.name)
         shape, width = hidden.shape, index.shape[-1]
         hidden, index, weights = (
             hidden.reshape(-1, shape[-1]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -71,6 +71,7 @@ class Accumulation:
         # Backwards since that call: in `no_sync` each is a micro-batch of its own, all others together are one.
         self.unsynced, self.synced = 0, False
         self.running = False  # a backward is running
+        self._starts = False  # it is one that this engine has started
         self.losses: list[torch.Tensor] = []  # of the micro-batches since the last update, detached; float64, 0-dim
         self.inputs: list[torch.Tensor] = []  # checksums of the inputs since then
         self.samples: list[float] = []  # of each forward in training since then; NaN: not known
@@ -195,9 +196,22 @@ class Accumulation:
             scaled.register_hook(partial(_record.note, LossFactors(self.scaler.scale)))
         return scaled
 
-    def differentiating(self, divided: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def differentiating(self, divided: bool) -> Iterator[None]:
         """Around a backward of this engine, whose loss was ``scaled`` and perhaps ``divided`` by the steps."""
-        return _record.during(LossFactors(self.scale, self.steps if divided else 1))
+        before, self._starts = self._starts, True
+        try:
+            with _record.during(LossFactors(self.scale, self.steps if divided else 1)):
+                yield
+        finally:
+            self._starts = before
+
+    def added_factor(self) -> float:
+        """Return the factor of a loss whose gradient is added in the running backward, and which nobody has scaled."""
+        if self._starts:  # also where the caller has divided the loss by the steps
+            return self.scale / self.steps
+        applied = _record.find() or LossFactors()
+        return applied.scale / applied.steps  # the ``missing_factor`` follows
 
     def missing_factor(self) -> float:
         """Return the factor that gradients of a backward lack which this engine did not start.

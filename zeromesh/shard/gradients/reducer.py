@@ -16,7 +16,7 @@ import torch
 
 from zeromesh.base.placement import Tier
 from zeromesh.base.spans import span
-from zeromesh.comm.collectives import Group, Pending
+from zeromesh.comm.collectives import Pending
 from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.gradients.gradient import FullState, Gradient, GradientPolicy, ShardState, SummedGradient
 from zeromesh.shard.gradients.gradient_memory import GradientMemory, HostSums
@@ -134,11 +134,15 @@ class Reducer:
         for gradient in gradients:
             with span("reduce", gradient.unit):
                 self._reduce(gradient, last)
-            while self._in_flight and self._group(gradient).size == 1 and gradient.tier is not Tier.DEVICE:
+            while (
+                self._in_flight
+                and self._mesh.shards_of(gradient.layout.axis).size == 1
+                and gradient.tier is not Tier.DEVICE
+            ):
                 self._finish()  # there is nothing to wait for: it leaves now
 
     def _reduce(self, gradient: Gradient, last: bool) -> None:
-        group = self._group(gradient)
+        group = self._mesh.shards_of(gradient.layout.axis)
         # Two sums at once would both overwrite what the shard held before.
         while gradient.shard_state is ShardState.REDUCING and self._settle():
             pass
@@ -169,10 +173,6 @@ class Reducer:
         full, slot = gradient.begin_sum()
         done = _Reduction(gradient, full, slot, wire, wire_slot, pending, receive_slot, out, landing, last)
         self._in_flight.append(done)
-
-    def _group(self, gradient: Gradient) -> Group:
-        """Return the ranks over which a gradient is summed."""
-        return self._mesh.shards_of(gradient.layout.axis)
 
     # The end of a reduction.
 
@@ -208,7 +208,9 @@ class Reducer:
             if done.wire is not done.full:
                 done.wire[gradient.shard_range].copy_(done.full[gradient.shard_range])
             shard, form = done.wire[gradient.shard_range], self._mesh.links.reduce
-            done.pending = self._group(gradient).all_gather(done.wire, shard, gradient.tag + 2, form)
+            done.pending = self._mesh.shards_of(gradient.layout.axis).all_gather(
+                done.wire, shard, gradient.tag + 2, form
+            )
             self._gathering.append(done)
 
     def _send_to_host(self, done: _Reduction) -> None:

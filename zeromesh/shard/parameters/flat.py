@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -348,6 +348,16 @@ class Flat:
         self.exposed.clear()
         if changed:
             self.watch()
+
+
+def write_parameter(flats: Iterable[Flat], parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Give a parameter a value, whole and the same on all ranks; who fetches it from now on gets the new one."""
+    for flat in flats:
+        for member, segment in zip(flat.parameters, flat.layout.segments, strict=True):
+            if member is parameter:
+                with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                    flat.put(segment, segment.held.cut(value).reshape(-1))
+                flat.watch()
 
 
 def _take_pieces(flat: Flat) -> None:

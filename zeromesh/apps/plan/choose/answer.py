@@ -161,6 +161,8 @@ def layout_text(layout: ParallelLayout) -> str:
     axes = ("replicate", "data", "tensor", "context", "pipeline")
     sizes = [f"{axis} {getattr(layout, axis)}" for axis in axes if getattr(layout, axis) > 1]
     parts = [" x ".join(sizes) or "one device", row_name(layout.row)]
+    if layout.expert > 1:
+        parts.insert(1, f"expert {layout.expert}")
     if layout.pipeline > 1:
         parts.append(layout.schedule + (f" with {layout.chunks} stages a rank" if layout.chunks > 1 else ""))
     if layout.recompute is not Recompute.NONE:
@@ -317,7 +319,7 @@ def rounding_factor(layout: ParallelLayout, machine: Machine) -> float:
 
     It is 1, too, where other messages cross nodes, since they would not be faster.
     """
-    if any(fabric(layout, machine, axis).crosses for axis in ("tensor", "context", "pipeline")):
+    if any(fabric(layout, machine, axis).crosses for axis in ("tensor", "context", "pipeline", "expert")):
         return 1.0
     if not fabric(layout, machine, "replicate", "data").crosses:
         return 1.0

@@ -6,7 +6,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from zeromesh.apps.plan.choose.parallel_layout import PLANNED, ParallelLayout
+from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
 from zeromesh.apps.plan.cost.cost import Recompute
 from zeromesh.apps.plan.machine.cluster import Device
 from zeromesh.base.axes import data_size
@@ -70,7 +70,8 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
             an axis whose costs are not known.
     """
     sizes = settings.resolve_mesh(world_size)
-    for axis in sizes.keys() - set(PLANNED):
+    known = {axis: size for axis, size in sizes.items() if hasattr(ParallelLayout, axis)}
+    for axis in sizes.keys() - known.keys():
         if sizes[axis] > 1:
             raise ValueError(f"mesh.{axis} is {sizes[axis]}, and the planner does not know what it costs; set it to 1")
     resolved = settings.resolve(data_size(sizes), sizes)
@@ -83,7 +84,7 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
     least = SCHEDULES[name].chunks[0] if name in SCHEDULES else 1
     costs = settings.pipeline.costs if sizes["pipeline"] > 1 else None
     layout = ParallelLayout(
-        **{axis: sizes[axis] for axis in PLANNED},
+        **known,
         row=settings.row,
         micro_batch=resolved.train_micro_batch_size_per_gpu,
         accumulation=resolved.gradient_accumulation_steps,

@@ -23,10 +23,10 @@ def price_of(machine: Machine, seconds: float, tokens: float) -> float:
 class MeshLayouts:
     """All layouts of one mesh on one machine: each of its rows, groups and slots with each of its runs."""
 
-    def __init__(self, space: LayoutSpace, share: float, tensor: int, context: int, pipeline: int) -> None:
-        self.space, self.sizes = space, (tensor, context, pipeline)
+    def __init__(self, space: LayoutSpace, share: float, sizes: tuple[int, int, int, int]) -> None:
+        self.space, self.sizes = space, sizes
         self.limit = share * least_memory(space.machine)  # bytes of a device that a layout may take
-        bound, request, plain = space.bound, space.request, space.plain(tensor, context, pipeline)
+        bound, request, plain = space.bound, space.request, space.plain(*sizes)
         # What depends on the run alone is computed once for all rows.
         self.runs = [(bound.compute(run), bound.activations(run), run) for run in space.runs(plain)]
         self.bases = [(bound.states(base), base) for base in space.bases(plain)]

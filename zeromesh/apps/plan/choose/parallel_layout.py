@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import prod
 
 from zeromesh.apps.plan.cost.cost import Recompute
-from zeromesh.base.axes import AXES
+from zeromesh.base.axes import AXES, world_size
 from zeromesh.base.placement import Placement
 from zeromesh.comm.ordered_sums import SumPlace
 from zeromesh.parallel.pipeline.schedule.simulate import Costs
 from zeromesh.shard.sizes import Sharing, StateLayout, TableLayout
-
-PLANNED = tuple(axis for axis, role in AXES.items() if role.planned)
 
 
 @dataclass(frozen=True)
@@ -24,6 +21,8 @@ class ParallelLayout(StateLayout):
     tensor: int = 1
     context: int = 1
     pipeline: int = 1
+    expert: int = 1  # ranks that share experts, neighbours of one stage and replica
+    expert_tensor: int = 0  # tensor ranks that divide each expert; 0: all of them where expert is 1, else none
     micro_batch: int = 1
     accumulation: int = 1  # micro-batches of an update
     schedule: str = "1f1b"
@@ -38,12 +37,27 @@ class ParallelLayout(StateLayout):
     @property
     def ranks(self) -> int:
         """Number of ranks."""
-        return prod(self.sizes.values())
+        return world_size(self.sizes)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Size of each axis that the planner knows, outermost first."""
-        return {axis: getattr(self, axis) for axis in PLANNED}
+        """Size of each axis, outermost first; 1 of those that the planner has no size for."""
+        return {axis: getattr(self, axis, 1) for axis in AXES}
+
+    @property
+    def expert_split(self) -> int:
+        """Number of tensor ranks that divide each expert."""
+        return self.expert_tensor or (self.tensor if self.expert == 1 else 1)
+
+    @property
+    def expert_shares(self) -> int:
+        """Number of ranks that share experts in units of their own; 1 where experts are in their blocks' units."""
+        return self.expert * self.expert_split if self.expert > 1 else 1
+
+    @property
+    def expert_data(self) -> int:
+        """Number of ranks of a stage and replica that have the same experts, over which their states are sharded."""
+        return max(1, self.data * self.context * self.tensor // self.expert_shares)
 
     @property
     def samples(self) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import isfinite
 from pathlib import Path
 
 from zeromesh.apps.plan.choose.answer import PlanAnswer, fullest_text, layout_text, sentences
 from zeromesh.apps.plan.choose.certainty import seconds_text
 from zeromesh.apps.plan.choose.search import LayoutCell, PlanCandidate, PlanResult
+from zeromesh.apps.plan.choose.space import MeshSizes
 from zeromesh.apps.plan.predict.lower_bounds import least_memory
 from zeromesh.apps.plan.predict.time import Interval, StepTime, time_of
 from zeromesh.base.chart_page import charts_html, heading, paragraphs, write_page
@@ -19,6 +20,7 @@ from zeromesh.config.written import row_name
 
 MOST_BARS = 4000  # the longest ones are drawn
 MOST_COLUMNS = 14  # of a map
+MESH_AXES = ("tensor", "context", "pipeline", "expert")
 PAGE_ENDS = (".html", ".htm")
 HOVERS = {"": "a step takes ", "grey": "a step takes ", "red": "lacks "}
 ACTIONS = {"F": "forward", "I": "input gradient", "W": "weight gradient", "B": "backward"}
@@ -92,10 +94,13 @@ def _kind(interval: Interval) -> str:
 def _map(result: PlanResult) -> Grid:
     """Return all placements and meshes by time, with what does not fit."""
 
-    def best_of(mesh: tuple[int, int, int]) -> tuple[float, float, tuple[int, int, int]]:
+    def best_of(mesh: MeshSizes) -> tuple[float, float, MeshSizes]:
         cells = [cell for (_, cell_mesh), cell in result.cells.items() if cell_mesh == mesh]
         return min(cell.seconds for cell in cells), min(cell.bound for cell in cells), mesh
 
+    # Dense models have no column for the number of expert ranks.
+    axes = MESH_AXES[: 4 if any(mesh[3] > 1 for _, mesh in result.cells) else 3]
+    axis_names = " x ".join(axes)
     rows = list(dict.fromkeys(row for row, _ in result.cells))
     meshes = sorted(sorted({mesh for _, mesh in result.cells}, key=best_of)[:MOST_COLUMNS])
     fastest = min((cell.seconds for cell in result.cells.values() if isfinite(cell.seconds)), default=1.0)
@@ -104,14 +109,18 @@ def _map(result: PlanResult) -> Grid:
         if mesh in meshes:
             text, kind = _cell_text(cell)
             tone = fastest / cell.seconds if isfinite(cell.seconds) else None
-            hover = f"{row_name(row)}, tensor x context x pipeline = {' x '.join(map(str, mesh))}: {HOVERS[kind]}{text}"
+            hover = f"{row_name(row)}, {axis_names} = {_mesh_text(mesh, axes)}: {HOVERS[kind]}{text}"
             cells[rows.index(row), meshes.index(mesh)] = GridCell(tone, text, hover, kind)
     return Grid(
-        "time of a step by tensor x context x pipeline; red: memory that is missing",
+        f"time of a step by {axis_names}; red: memory that is missing",
         [row_name(row) for row in rows],
-        [" x ".join(map(str, mesh)) for mesh in meshes],
+        [_mesh_text(mesh, axes) for mesh in meshes],
         cells,
     )
+
+
+def _mesh_text(mesh: MeshSizes, axes: Sequence[str]) -> str:
+    return " x ".join(str(size) for size, _ in zip(mesh, axes, strict=False))
 
 
 def _cell_text(cell: LayoutCell) -> tuple[str, str]:

@@ -20,7 +20,13 @@ from zeromesh.apps.plan.choose.fit import MEMORY_MARGIN, is_tight, lacking
 from zeromesh.apps.plan.choose.layout_documents import is_accepted
 from zeromesh.apps.plan.choose.mesh_layouts import LayoutGroup, MeshLayouts, joined, price_of
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
-from zeromesh.apps.plan.choose.space import LARGEST_MICRO_BATCH, LayoutSpace, PlanRequest, refuse_batch
+from zeromesh.apps.plan.choose.space import (
+    LARGEST_MICRO_BATCH,
+    LayoutSpace,
+    MeshSizes,
+    PlanRequest,
+    refuse_batch,
+)
 from zeromesh.apps.plan.cost.cost import Recompute
 from zeromesh.apps.plan.machine.calibration import reserved_margin
 from zeromesh.apps.plan.machine.cluster import Machine
@@ -93,7 +99,8 @@ class PlanCandidate:
     def kind(self) -> tuple[object, ...]:
         """Mesh, placement and recomputation: layouts that differ in other things alone are one for a user."""
         layout, row = self.layout, self.layout.row
-        mesh = layout.replicate, layout.tensor, layout.context, layout.pipeline, self.machine.devices
+        axes = layout.replicate, layout.tensor, layout.context, layout.pipeline, layout.expert
+        mesh = *axes, self.machine.devices
         tiers = row.parameter_tier, row.optimizer_tier, row.offloaded, row.split
         return *mesh, layout.stage, *tiers, layout.recompute, layout.activations_on_host
 
@@ -109,7 +116,7 @@ class PlanCandidate:
         layout, row = self.layout, self.layout.row
         # Each doubling of an axis that shares the model counts.
         axes = (layout.replicate > 1) + sum(
-            (s - 1).bit_length() for s in (layout.tensor, layout.context, layout.pipeline)
+            (s - 1).bit_length() for s in (layout.tensor, layout.context, layout.pipeline, layout.expert)
         )
         tiers = sum(tier is not Tier.DEVICE for tier in (row.parameter_tier, row.optimizer_tier)) + row.split
         runs = (layout.recompute is not Recompute.NONE) + layout.activations_on_host + (layout.schedule != "1f1b")
@@ -146,7 +153,7 @@ class PlanResult:
     computed: int  # whose time was computed
     proven: bool  # true if no layout that was left out can be better, by its bound
     nearest: tuple[tuple[ParallelLayout, tuple[RankMemory, ...]], ...] = ()  # those that lack least, if none fits
-    cells: dict[tuple[PlacementRow, tuple[int, int, int]], LayoutCell] = field(default_factory=dict)
+    cells: dict[tuple[PlacementRow, MeshSizes], LayoutCell] = field(default_factory=dict)
 
     @property
     def best(self) -> PlanCandidate | None:
@@ -205,7 +212,7 @@ class _Ranking:
     ) -> None:
         self.request, self.effort, self.progress = request, effort, progress
         self.share = share  # of a device's memory that a layout may take
-        self.cells: dict[tuple[PlacementRow, tuple[int, int, int]], LayoutCell] = before.cells if before else {}
+        self.cells: dict[tuple[PlacementRow, MeshSizes], LayoutCell] = before.cells if before else {}
         self.found: list[PlanCandidate] = [*before.found] if before else []
         self._nearest: tuple[float, ParallelLayout, tuple[RankMemory, ...]] | None = None  # of those that do not fit
         self.weighed = self.computed = 0
@@ -216,7 +223,7 @@ class _Ranking:
         """Search, and return what was found."""
         spaces = [LayoutSpace(self.request, machine) for machine in machines_for(self.request)]
         spaces = [space for space in spaces if space.meshes()] or refuse_batch(self.request, spaces[0])
-        meshes = [MeshLayouts(space, self.share, *mesh) for space in spaces for mesh in space.meshes()]
+        meshes = [MeshLayouts(space, self.share, mesh) for space in spaces for mesh in space.meshes()]
         for mesh in meshes:
             self._map(mesh)
         # Groups have the number of their mesh, and their own in it; a mesh comes before them.
@@ -358,7 +365,8 @@ class _Ranking:
         self._extra[alike_run] = min(extra, self._extra.get(alike_run, extra))
         over = lacking(memory, layout, space.machine, self.share)
         worst = max(over.values())
-        cell = self.cells[replace(layout.row, offloaded=1.0), (layout.tensor, layout.context, layout.pipeline)]
+        mesh = layout.tensor, layout.context, layout.pipeline, layout.expert
+        cell = self.cells[replace(layout.row, offloaded=1.0), mesh]
         cell.note(over=max(0.0, worst))
         if worst > 0:
             if over["device"] > 0:  # the host may hold more with one micro-batch than with several
@@ -396,7 +404,7 @@ _Entry = tuple[float, int, int, MeshLayouts | LayoutGroup]  # expected score, nu
 
 def _run_of(layout: ParallelLayout) -> tuple[object, ...]:
     """Return all on which activations depend."""
-    mesh = layout.tensor, layout.context, layout.pipeline, layout.sequence
+    mesh = layout.tensor, layout.context, layout.pipeline, layout.expert, layout.sequence
     run = layout.micro_batch, layout.accumulation, layout.schedule, layout.chunks
     # Gathered units are not among the states of the bound.
     gathered = layout.row.parameter, layout.row.parameter_tier, layout.parameter_slots

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from math import ceil
+from math import ceil, gcd, prod
 
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
 from zeromesh.apps.plan.cost.cost import CostSource, Recompute
@@ -22,6 +22,9 @@ GOALS = ("time", "memory", "cost")
 LARGEST_MICRO_BATCH = 64
 LEAST_TOKENS = 1024  # of a sequence's part on one context rank: smaller parts do not hide the ring's messages
 
+
+MeshSizes = tuple[int, int, int, int]
+"""Sizes of the tensor, context, pipeline and expert axes."""
 
 Memory = Callable[[CostSource, int, ParallelLayout, Machine], list[RankMemory]]
 Timing = Callable[[CostSource, int, ParallelLayout, Machine], StepTime]
@@ -102,13 +105,18 @@ class LayoutSpace:
         self.blocks = self.bound.blocks
         self._node = machine.nodes[0][0]
 
-    def meshes(self) -> list[tuple[int, int, int]]:
-        """Return sizes of the tensor, context and pipeline axes, for which data-parallel ranks divide the batch."""
-        total, batch = self.machine.devices, self.request.batch
-        return [mesh for mesh in self.shapes() if batch % (total // (mesh[0] * mesh[1] * mesh[2])) == 0]
+    def meshes(self) -> list[MeshSizes]:
+        """Return sizes of the axes, for which data-parallel ranks divide the batch and expert ranks the experts."""
+        total, batch, experts = self.machine.devices, self.request.batch, self.bound.experts
+        return [
+            (*shape, expert)
+            for shape in self.shapes()
+            if batch % (total // prod(shape)) == 0
+            for expert in divisors_of(gcd(experts, total // shape[2]) if experts else 1)
+        ]
 
     def shapes(self) -> list[tuple[int, int, int]]:
-        """Return sizes of the three axes that the model and the nodes allow, whatever the batch is."""
+        """Return sizes of the tensor, context and pipeline axes that the model and the nodes allow."""
         limits, total = self.request.limits, self.machine.devices
         node = devices_of_a_node(self.machine)
         tensors = [t for t in divisors_of(node) if total % t == 0 and self._splits(t)]
@@ -122,13 +130,13 @@ class LayoutSpace:
             if total % (t * c * p) == 0 and t * c <= total
         ]
 
-    def plain(self, tensor: int, context: int, pipeline: int) -> ParallelLayout:
+    def plain(self, tensor: int, context: int, pipeline: int, expert: int = 1) -> ParallelLayout:
         """Return the layout of a mesh in which nothing is sharded, and all data-parallel ranks are one group."""
         ways = self.machine.devices // (tensor * context * pipeline)
         # Tensor ranks that divide the sequence between their layers save memory, and send no more.
         split = tensor > 1 and self.request.sequence % (tensor * context) == 0
         request = self.request
-        sizes = ways, 1, tensor, context, pipeline
+        sizes = ways, 1, tensor, context, pipeline, expert
         return ParallelLayout(*sizes, widths=request.widths, sequence=split, tables=request.tables)
 
     def bases(self, mesh: ParallelLayout) -> Iterator[ParallelLayout]:
@@ -136,6 +144,8 @@ class LayoutSpace:
         below, ways = mesh.tensor * mesh.context * mesh.pipeline, mesh.data
         for row in rows_for(self._node, ways * mesh.context, mesh.widths):
             for data in self._groups(ways, below) if row is not ROWS[0] else [ways]:
+                if data * mesh.context * mesh.tensor % mesh.expert:
+                    continue  # expert ranks are of one replica
                 # In a group of one rank nothing is sharded, which is the first row.
                 if data * mesh.context > 1 or ways == 1:
                     yield from self._slots(replace(mesh, data=data, replicate=ways // data, row=row))

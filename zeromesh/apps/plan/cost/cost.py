@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import prod
 from typing import NamedTuple, Protocol
 
 
@@ -68,6 +69,26 @@ class Frozen(NamedTuple):
 ALL_TRAINED = Frozen()
 
 
+@dataclass(frozen=True)
+class ExpertCost:
+    """Experts of one unit, and the tokens of a micro-batch that are sent to them."""
+
+    parameters: float  # elements, which are among the unit's
+    number: int  # experts
+    chosen: int  # experts of a token
+    tokens: float  # of a micro-batch
+    row: float  # bytes of a token on its way
+
+    def ranks_of_token(self, ranks: int) -> float:
+        """Return the expected number of ranks that have an expert of one token; it travels once to each of them."""
+        per_rank = self.number // ranks
+        missed = prod(
+            max(0, self.number - per_rank - taken) / (self.number - taken)
+            for taken in range(min(self.chosen, self.number))
+        )
+        return ranks * (1.0 - missed)
+
+
 class WorkKind(StrEnum):
     """Kind of operation, which decides what bounds it."""
 
@@ -90,6 +111,7 @@ class KernelWork:
     shape: tuple[int, int, int] | None = None  # of a product: rows, columns, and the length of the sums
     divided: str = ""  # dim of ``shape`` that the tensor ranks divide: "columns", "sums" or none
     count: int = 1
+    groups: int = 0  # experts that share the rows of a grouped product, evenly; 0: it is no such product
 
 
 @dataclass(frozen=True)
@@ -131,6 +153,17 @@ class UnitCost:
     joins: float = 0.0  # bytes of activations that tensor ranks sum in the forward; as many in the backward
     exchanged: Divided = NONE  # bytes of keys and values that each context rank hands on to the next
     tables: tuple[TableCost, ...] = ()  # that it looks up; their elements are not among ``parameters``
+    experts: ExpertCost | None = None  # None: it has none
+
+    def elements(self, tensor: int = 1, expert: int = 1) -> tuple[float, float]:
+        """Return the elements with gradients on a rank: those beside the experts, and those of experts in a unit.
+
+        ``tensor`` ranks divide layers. ``expert`` ranks share whole experts, which then have a unit of their own.
+        """
+        if self.experts is None or expert == 1:
+            return self.parameters.on(tensor), 0.0
+        size = self.experts.parameters
+        return self.parameters.plus(Divided(split=-size)).on(tensor), size / expert
 
 
 @dataclass(frozen=True)
@@ -153,6 +186,11 @@ class ModelCost:
         """Number of parameters, trained or frozen; tied ones count once."""
         tables = sum(table.rows * table.width for unit in self.units for table in unit.tables)
         return round(sum(unit.parameters.on() + unit.frozen.elements for unit in self.units)) + tables
+
+    @property
+    def has_experts(self) -> bool:
+        """True for a mixture of experts."""
+        return any(unit.experts is not None for unit in self.units)
 
     @property
     def flops(self) -> float:

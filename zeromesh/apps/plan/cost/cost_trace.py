@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from zeromesh.apps.plan.cost.cost import NONE, Divided, KernelWork, ModelCost, TableCost, UnitCost, WorkKind
+from zeromesh.apps.plan.cost.cost import NONE, Divided, ExpertCost, KernelWork, ModelCost, TableCost, UnitCost, WorkKind
 from zeromesh.apps.plan.cost.cuts import cuts_of
 from zeromesh.apps.plan.cost.estimate import estimate
 from zeromesh.apps.plan.cost.passes import (
@@ -25,6 +25,7 @@ from zeromesh.apps.plan.cost.passes import (
     TraceOptions,
     trace,
 )
+from zeromesh.base.lengths import option
 
 InputsOf = Callable[[int, int], Inputs]  # of micro-batch and sequence
 
@@ -32,6 +33,8 @@ PEAKS = ("forward_peak", "backward_peak", "early_peak", "gradient_peak")
 # Micro-batches that are traced. What a batch costs beyond them follows on a line; one sample is another case, as dims
 # of one have no strides and need no copies.
 TRACED = (2, 3)
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+"""Names of the number of experts of a token in configurations of transformers."""
 BALANCED = "each expert is taken to get as many tokens as the others"
 LARGEST_TRIED = 1024  # micro-batch up to which the moments of the peaks are searched
 
@@ -132,8 +135,9 @@ class TracedCost:
             traces[0].units, traces[1].units
         ):  # another number of samples takes another path
             batches, traces = (micro_batch,), [run(self._inputs(micro_batch, sequence))]
+        chosen = option(getattr(model, "config", None), *CHOSEN) or 1
         note = BALANCED if any(traced.balanced for traced in traces) else ""
-        return _table(self.name, batches, sequence, [traced.units for traced in traces], note)
+        return _table(self.name, batches, sequence, [traced.units for traced in traces], note, chosen)
 
 
 def sequence_of(inputs: Inputs) -> int:
@@ -192,7 +196,7 @@ def _aligned(first: Sequence[TracedUnit], second: Sequence[TracedUnit]) -> bool:
 
 
 def _table(
-    name: str, batches: Sequence[int], sequence: int, traces: Sequence[Sequence[TracedUnit]], note: str
+    name: str, batches: Sequence[int], sequence: int, traces: Sequence[Sequence[TracedUnit]], note: str, chosen: int
 ) -> CostTable:
     costs: list[list[UnitCost]] = [[] for _ in traces]
     moments = []
@@ -219,6 +223,7 @@ def _table(
                     resident=unit.resident,
                     single=unit.tensors == 1,
                     tables=tuple(unit.tables),
+                    experts=_experts(unit, batches[number] * sequence, chosen),
                     **covers,
                     **works[number],
                 )
@@ -227,6 +232,14 @@ def _table(
         ModelCost(name, b, sequence, 1, tuple(units), note=note) for b, units in zip(batches, costs, strict=True)
     )
     return CostTable(tuple(batches), models, tuple(moments))
+
+
+def _experts(unit: TracedUnit, tokens: int, chosen: int) -> ExpertCost | None:
+    """Return the experts of a unit, of whose ``tokens`` each goes to ``chosen`` of them."""
+    if not unit.experts:
+        return None
+    row = unit.output.on() / tokens
+    return ExpertCost(unit.expert_elements, unit.experts, min(chosen, unit.experts), float(tokens), row)
 
 
 def _moments(same: Sequence[TracedUnit], batches: Sequence[int]) -> dict[str, tuple[tuple[Divided, ...], ...]]:
@@ -278,7 +291,7 @@ def _line(first: Any, second: Any, weight: float) -> Any:
         return {key: _line(value, second[key], weight) for key, value in first.items()}
     if isinstance(first, tuple):
         return tuple(_line(a, b, weight) for a, b in zip(first, second, strict=True))
-    if isinstance(first, KernelWork | UnitCost | TableCost):
+    if isinstance(first, KernelWork | UnitCost | TableCost | ExpertCost):
         parts = {f.name: (getattr(first, f.name), getattr(second, f.name)) for f in fields(first)}
         return replace(first, **{key: _line(a, b, weight) for key, (a, b) in parts.items() if a != b})
     if isinstance(first, int):

@@ -337,7 +337,13 @@ class StorageRecorder(OperatorListener):
         flops = 0 if facts.formula is None else int(facts.formula(*args, **kwargs, out_val=result))
         if packet in _CAUSAL and args[_CAUSAL[packet] :][:1] == (True,):
             flops //= 2
-        kind, shape, divided = facts.kind, None, ""
+        kind, shape, divided, groups = facts.kind, None, "", 0
+        if packet is _aten._grouped_mm:
+            first, second, groups = args[0], args[1], len(args[2])
+            # A weight's gradient sums over the rows of each expert.
+            rows, sums = (first.shape[1], first.shape[0]) if second.ndim == 2 else first.shape[-2:]
+            shape = (rows, second.shape[-1], sums)
+            divided = "columns" if cut is None or cut.outputs is (phase == "forward") else "sums"
         if packet in _FACTORS:
             first, second = (args[position] for position in _FACTORS[packet])
             batch = first.shape[0] if first.ndim > 2 else 1
@@ -352,7 +358,7 @@ class StorageRecorder(OperatorListener):
                     divided = "columns"
             elif cut is not None:
                 divided = "columns" if cut.outputs is (phase == "forward") else "sums"
-        yield KernelWork(kind, divide(flops, share), moved, shape, divided), phase
+        yield KernelWork(kind, divide(flops, share), moved, shape, divided, groups=groups), phase
 
 
 def _makes_scores(

@@ -94,7 +94,7 @@ def _listed(family: str, sizes: str, text: str) -> TransformerShape:
     base = FAMILIES[family]
     width = round(8 * values["hidden"] / 3 / 256) * 256 or 256
     values = ({"width": width} if base.gated else {}) | values
-    flags = {key: bool(values[key]) for key in ("gated", "biases", "tied") if key in values}
+    flags: dict[str, Any] = {key: bool(values[key]) for key in ("gated", "biases", "tied") if key in values}
     shape = replace(base, **(values | flags), name=f"{family}-{values['layers']}x{values['hidden']}")
     if not shape.head_width and shape.hidden % shape.heads:
         raise ValueError(
@@ -102,11 +102,16 @@ def _listed(family: str, sizes: str, text: str) -> TransformerShape:
         )
     if shape.kv_heads and shape.heads % shape.kv_heads:
         raise ValueError(f"{text!r}: kv_heads = {shape.kv_heads} must divide heads = {shape.heads}")
+    if shape.experts and not (1 <= shape.chosen <= shape.experts and shape.expert_width):
+        raise ValueError(
+            f"{text!r}: experts = {shape.experts} needs chosen, from 1 to {shape.experts}, and expert_width; add them, "
+            f"as in experts={shape.experts},chosen=1,expert_width={shape.hidden}"
+        )
     return shape
 
 
 def _number(key: str, value: str, text: str) -> int:
-    least = 0 if key in ("positions", "gated", "biases", "tied", "width", "kv_heads", "head_width") else 1
+    least = 1 if key in ("layers", "hidden", "heads", "vocabulary") else 0
     if not value.isdecimal() or not least <= int(value) <= LARGEST:
         raise ValueError(f"{text!r}: {key} is {value!r}; it must be a whole number from {least} to {LARGEST}")
     return int(value)

@@ -25,6 +25,7 @@ from zeromesh.base.dry.meta_values import literals
 from zeromesh.base.dry.model_copy import dry, imitated
 from zeromesh.base.dry.model_inputs import inputs_without_memory
 from zeromesh.base.operation_counts import losses_of
+from zeromesh.parallel.expert.forms import find_experts
 from zeromesh.shard.find_units import CONTAINERS, assign, find_units
 
 Inputs = Mapping[str, Any]
@@ -70,6 +71,8 @@ class TracedUnit:
     begun: int | None = None  # number of those moments before the first gradient was accumulated
     tensors: int = 0  # parameters with gradients that are not the root's
     tables: list[TableCost] = field(default_factory=list)
+    expert_elements: float = 0.0  # of those with gradients
+    experts: int = 0  # number of experts
 
     def add_parameters(self, amount: Divided, root: bool) -> None:
         """Add elements with gradients; those of the root stay in memory."""
@@ -133,6 +136,7 @@ class _Trace:
             raise TraceError(f"{type(original).__name__} cannot be copied: {error}") from error
         self.original, self.model, self.options, self.loss = original, model.train(), options, loss
         self.tables = TracedTables(model, options.tables)
+        self.experts = experts_of(original)
         self.names = [name for name, _ in find_units(model) if name not in self.tables.modules]
         modules = dict(model.named_modules())
         self.modules = [modules[name] for name in self.names]
@@ -301,6 +305,9 @@ class _Trace:
                 share = TensorShare.SPLIT if id(parameter) in self.cuts else TensorShare.WHOLE
                 if parameter.requires_grad:
                     unit.add_parameters(divide(parameter.numel(), share), not name)
+                    if path in self.experts:
+                        unit.experts = self.experts[path]
+                        unit.expert_elements += parameter.numel()
                     continue
                 form = self.options.packing if id(parameter) in packed else None
                 unit.add_frozen(frozen_of(parameter, parameter.element_size(), divide(1, share), not name, form))
@@ -376,6 +383,15 @@ def _collecting() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def experts_of(model: nn.Module) -> dict[str, int]:
+    """Return the names of the parameters that experts have, with the number of experts beside them."""
+    try:
+        layers = find_experts(model, (), 1)
+    except ValueError:  # what looks like experts is called in a way that ranks cannot share
+        return {}
+    return {name: layer.count for layer in layers for name in layer.splits}
 
 
 def is_block(name: str, modules: Mapping[str, nn.Module]) -> bool:

@@ -9,11 +9,13 @@ after a reduce-scatter.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from zeromesh.apps.plan.choose.parallel_layout import PLANNED, ParallelLayout
+from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
 from zeromesh.apps.plan.machine.cluster import LinkSpeed, Machine
+from zeromesh.base.axes import GRID
 
 
 class Wire(NamedTuple):
@@ -82,6 +84,20 @@ class Fabric:
             seconds.append(2 * _ring(self.inside, self.local, size) + self._across().all_reduce(size / self.local))
         return min(seconds)
 
+    def all_to_all(self, size: float, across: float | None = None) -> float:
+        """Return the seconds in which each rank sends ``size`` bytes, shared out evenly to all ranks and itself.
+
+        ``across`` are the bytes to each node together, where a node's ranks hand on what they get; None: all of those
+        to its ranks.
+        """
+        if self.size <= 1 or size <= 0:
+            return 0.0
+        away = size * (self.size - self.local) / self.size if across is None else across * (self.nodes - 1) / self.nodes
+        inside = size * (self.local - 1) / self.size if across is None else size * (self.local - 1) / self.local
+        latency = (self.local - 1) * self.inside.latency + (self.size - self.local) * self.between.latency
+        # Messages inside a node and to other nodes use other links.
+        return latency + max(inside / self.inside.bandwidth, away / self.between.bandwidth)
+
     def send(self, size: float) -> float:
         """Return the seconds of a message to the next rank; on another node where the group has one rank on each."""
         if self.size <= 1 or size <= 0:
@@ -118,21 +134,28 @@ def _ring(link: Wire, ranks: int, size: float) -> float:
     return (ranks - 1) * link.latency + size * (ranks - 1) / ranks / link.bandwidth if ranks > 1 else 0.0
 
 
-def fabric(layout: ParallelLayout, machine: Machine, *axes: str) -> Fabric:
+def fabric(layout: ParallelLayout, machine: Machine, *axes: str, order: Sequence[str] = GRID) -> Fabric:
     """Return the group of one rank along some axes together.
 
-    Ranks are numbered with the last axis of ``PLANNED`` as the fastest, and fill one node after the other. Where nodes
+    Ranks are numbered with the last axis of ``order`` as the fastest, and fill one node after the other. Where nodes
     differ, the group is as slow as on the slowest of them.
     """
     sizes = layout.sizes
     devices = min(node.devices for node, _ in machine.nodes)
     slow = min((node.inside for node, _ in machine.nodes), key=lambda link: wire(link).bandwidth)
     size, local, stride = 1, 1, 1
-    for axis in reversed(PLANNED):
-        if axis in axes:
-            size *= sizes[axis]
-            # Ranks of this axis that are on the node of the first one; a stride that divides no node leaves one.
-            local *= min(sizes[axis], max(1, devices // stride))
+    folded = layout.expert_shares  # ranks of a stage, the innermost first, that share experts
+    for axis in reversed(order):
+        length, step = sizes[axis], 1
+        if {"expert", "expert_data"} & {*axes} and axis not in ("pipeline", "replicate"):
+            shared = math.gcd(length, folded)
+            folded //= shared
+            length, step = (shared, 1) if "expert" in axes else (length // shared, shared)
+        elif axis not in axes:
+            length = 1
+        size *= length
+        # Ranks of this axis that are on the node of the first one; a stride that divides no node leaves one.
+        local *= min(length, max(1, devices // (stride * step)))
         stride *= sizes[axis]
     local = min(local, size)
     return Fabric(size, local, wire(slow), wire(machine.between))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
 from zeromesh.apps.plan.cost.cost import KernelWork, WorkKind
 from zeromesh.apps.plan.machine.cluster import Device
+from zeromesh.base.axes import GRID
 
 CAST = {"fp8": 4.0, "fp4": 4.0}  # bytes moved for each element of a product's operands, to make them from 16 bits
 
@@ -19,6 +20,7 @@ class Habits:
     """Choices of a framework that a layout does not say; the defaults are this library's."""
 
     dtype: str = ""  # of products; "": the device's 16-bit one
+    order: tuple[str, ...] = GRID  # axes by which ranks are numbered, outermost first
     joins_hidden: float = 0.0  # share of the tensor ranks' sums that goes on beside computation in the forward
     joins_hidden_back: float = 0.0  # in the backward; of its reductions alone, under sequence parallelism
     reduces_early: bool = True  # gradients are reduced during the backward, not behind it
@@ -33,6 +35,9 @@ class Habits:
     loss: float = 1.0  # bytes that the loss moves, in parts of what torch's cross entropy does
     selective: float = 0.0  # share of the forward that selective recomputation computes again, beside scores
     spread: float = 0.0  # standard deviation of the ranks' speed, as a share of it; all wait for the slowest
+    copies: str = "rank"  # a token travels once to each "rank" with one of its experts, each "node", or each "expert"
+    exchanges_hidden: float = 0.0  # share of the experts' exchanges that goes on beside computation
+    uneven: float = 1.3  # rows of the busiest expert rank, in parts of the mean
     host_traffic: float = 1.0  # bytes that the host's update moves, in parts of those of this library's kernel
     overhead: float = 0.0  # seconds of each micro-batch's passes that are spent beside kernels
     between: float = 0.0  # seconds of each step that are spent beside kernels
@@ -97,8 +102,11 @@ class KernelSpeed:
             seconds = self._attention(work, work.flops.on(tensor, split), moved, back)
         elif work.shape is not None:
             rows, columns, sums = (float(length) for length in work.shape)
-            columns = columns / tensor if work.divided == "columns" else columns
-            sums = sums / tensor if work.divided == "sums" else sums
+            parts = self.layout.expert_split if work.groups else tensor
+            columns = columns / parts if work.divided == "columns" else columns
+            sums = sums / parts if work.divided == "sums" else sums
+            if work.groups:
+                return work.count * self._grouped(work.groups, rows * parts / tensor, columns, sums)
             seconds = max(seconds, device.product_seconds(rows, columns, sums, self.dtype))
             if self.dtype in CAST:
                 # Both operands are read in 16 bits and written as they are and transposed, for the backward.
@@ -107,6 +115,18 @@ class KernelSpeed:
             rate = device.flops[self._unrounded] * device.product_efficiency
             seconds = max(seconds, work.flops.on(tensor, split) / rate)
         return work.count * seconds
+
+    def _grouped(self, experts: int, rows: float, columns: float, sums: float) -> float:
+        """Return the seconds of one kernel that multiplies the rows of each expert with the expert's matrix."""
+        device, here = self.device, experts / self.layout.expert
+        if self.layout.expert > 1:
+            rows *= self.habits.uneven
+        # The groups fill the device together, so that only the largest one's result has to.
+        each = device.product_seconds(rows / here, columns, sums, self.dtype) - device.launch
+        seconds = device.launch + here * each
+        if self.dtype in CAST:
+            seconds += device.memory_seconds(CAST[self.dtype] * (rows * sums + here * sums * columns))
+        return seconds
 
     def _attention(self, work: KernelWork, flops: float, moved: float, back: bool) -> float:
         device = self.device

@@ -25,13 +25,16 @@ class ActivationRule:
     reordered_sums: bool = False
     # Under selective recomputation every second product is kept, and attention, instead of all but the scores.
     every_second_product: bool = False
+    last_product: bool = True  # the block's last one is among them, though nothing but the sum behind it needs it
     context_output: bool = False  # attention of context ranks keeps its output before it is sent back, too
+    expert_results: bool = True  # results of experts are kept, as they are weighted after the last product
     # Bytes of an element of the logits: kept until the backward, the most during the loss's forward, and during its
     # backward, all with the 16-bit logits themselves. As torch: fp32 logarithms of the softmax; for the backward
     # their gradient, and that of the fp32 logits.
     logits_kept: float = 6.0
     logits_forward: float = 10.0
     logits_backward: float = 14.0
+    whole_logits: bool = False  # tensor ranks gather their parts of the vocabulary
     logits_apart: float = 0.0  # further ones in the backward where tensor ranks divide the vocabulary
     head: bool = True  # false where a source counts blocks alone, without embedding, output layer and loss
     source: str = ""

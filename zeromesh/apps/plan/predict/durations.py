@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
@@ -31,6 +32,8 @@ class UnitTime(NamedTuple):
     join_again: float = 0.0  # in the recomputation
     exchange: float = 0.0  # of keys and values that is waited for in the forward
     exchange_back: float = 0.0
+    dispatch: float = 0.0  # of tokens to the ranks of their experts and back that is waited for in the forward
+    dispatch_back: float = 0.0  # in the backward, with its recomputation
     lookup: float = 0.0  # of rows of tables, from the ranks that have them, which the forward waits for
     gather: float = 0.0  # of its parameters over the shard group
     reduce: float = 0.0  # of its gradients
@@ -53,6 +56,7 @@ class UnitTime(NamedTuple):
             ("compute", self.forward),
             ("tensor links", self.join),
             ("context links", self.exchange),
+            ("expert links", self.dispatch),
             ("data links", self.lookup),
         )
 
@@ -63,6 +67,7 @@ class UnitTime(NamedTuple):
             ("compute", self.again + self.input + self.weight),
             ("tensor links", self.join_back + self.join_again),
             ("context links", self.exchange_back),
+            ("expert links", self.dispatch_back),
         )
 
 
@@ -75,11 +80,12 @@ class Durations:
         nodes = [node for node, _ in machine.nodes]
         self.node: Node = min(nodes, key=lambda node: node.device.flops[dtype_on(node.device, habits.dtype)])
         self.speed = KernelSpeed(self.node.device, layout, habits)
-        self.tensor = fabric(layout, machine, "tensor")
-        self.context = fabric(layout, machine, "context")
-        self.shard = fabric(layout, machine, "data", "context").on_rails(habits.rails)
-        self.replicas = fabric(layout, machine, "replicate").on_rails(habits.rails)
-        self.pipeline = fabric(layout, machine, "pipeline")
+        group = partial(fabric, layout, machine, order=habits.order)
+        self.tensor, self.context, self.expert = group("tensor"), group("context"), group("expert")
+        self.shard = group("data", "context").on_rails(habits.rails)
+        self.expert_data = group("expert_data").on_rails(habits.rails)
+        self.replicas = group("replicate").on_rails(habits.rails)
+        self.pipeline = group("pipeline")
         self.host: Wire = wire(self.node.host, min(self.node.devices, layout.ranks))
         self._known: dict[tuple[object, ...], UnitTime] = {}
         row = layout.row
@@ -101,7 +107,7 @@ class Durations:
         for unit in cost.units:
             away = next(blocks) if unit.block else of_root
             # Blocks of a stack share their tuples of kernels; one of them is computed.
-            amounts = unit.parameters, unit.frozen, unit.joins, unit.output, unit.tables
+            amounts = unit.parameters, unit.frozen, unit.joins, unit.output, unit.tables, unit.experts
             key = (id(unit.forward), id(unit.weight), *amounts, away)
             if key not in self._known:
                 self._known[key] = self._unit(unit, away)
@@ -118,12 +124,17 @@ class Durations:
         if not self.serial:  # exchanges go on beside it
             attention = speed.total(work for work in unit.forward if work.kind is WorkKind.ATTENTION)
         exchange = self._exchange(unit)
-        states = self._states(unit, away) | {"saved_out": self._saved_out(unit)}
-        for name, seconds in self._tables(unit).items():
+        dense, experts = unit.elements(layout.tensor, layout.expert_shares)
+        states = self._states(dense, unit.frozen.sharded.on(layout.tensor), away, self.shard)
+        others = [self._tables(unit), self._states(experts, 0.0, away, self.expert_data) if experts else {}]
+        for name, seconds in (pair for part in others for pair in part.items()):
             states[name] = states.get(name, 0.0) + seconds
+        states["saved_out"] = self._saved_out(unit)
+        dispatch = self._dispatch(unit)
+        repeated = layout.recompute in (Recompute.BLOCKS, Recompute.PRODUCTS)
         # A weight's gradient is read and added to the sum over micro-batches.
         widths = layout.widths
-        moved = unit.parameters.on(layout.tensor) * (widths.parameter + 2 * widths.gradient)
+        moved = (dense + experts) * (widths.parameter + 2 * widths.gradient)
         weight += device.streaming_seconds(moved)
         # Hidden sums take the time of the computation that they lie beside, if there is so much of it.
         visible = max(join * (1 - self.habits.joins_hidden), join - forward)
@@ -141,6 +152,8 @@ class Durations:
             visible * joins_again,
             max(0.0, exchange - attention),
             max(0.0, 2 * exchange - 2 * attention),
+            dispatch,
+            dispatch * (2 if repeated else 1),
             **states,
         )
 
@@ -179,23 +192,37 @@ class Durations:
         size = unit.exchanged.on(self.layout.tensor) or 2 * unit.output.on(self.layout.tensor, True)
         return (self.layout.context - 1) * self.context.send(size)
 
-    def _states(self, unit: UnitCost, away: bool) -> dict[str, float]:
-        """Return the seconds of messages, copies and updates of the unit's states."""
+    def _dispatch(self, unit: UnitCost) -> float:
+        """Return the seconds in which a forward sends tokens to the ranks of their experts, and results back."""
+        experts, layout, habits = unit.experts, self.layout, self.habits
+        if experts is None or layout.expert == 1:
+            return 0.0
+        rows = experts.tokens * experts.row * habits.uneven * layout.expert_split / layout.tensor
+        across = None
+        copies = float(experts.chosen) if habits.copies == "expert" else experts.ranks_of_token(layout.expert)
+        if habits.copies == "node" and self.expert.crosses:
+            across = rows * experts.ranks_of_token(min(self.expert.nodes, experts.number))
+        return 2 * self.expert.all_to_all(copies * rows, across) * (1 - habits.exchanges_hidden)
+
+    def _states(self, elements: float, frozen: float, away: bool, shard: Fabric) -> dict[str, float]:
+        """Return the seconds of messages, copies and updates of states that are sharded over the ranks ``shard``.
+
+        ``elements`` are those with gradients, and ``frozen`` the bytes of others.
+        """
         layout, row, widths, node = self.layout, self.layout.row, self.layout.widths, self.node
-        elements = unit.parameters.on(layout.tensor)
-        ranks = self.shard.size if self.split else 1
-        local_elements, frozen = elements / ranks, unit.frozen.sharded.on(layout.tensor)
+        ranks = shard.size if self.split else 1
+        local_elements = elements / ranks
         seconds: dict[str, float] = {}
         gathered = elements * (widths.gathered or widths.parameter) + (frozen if self.sharded else 0.0)
-        seconds["gather"] = self.shard.all_gather(gathered) if self.split else 0.0
+        seconds["gather"] = shard.all_gather(gathered) if self.split else 0.0
         wires = elements * widths.wire
-        seconds["reduce"] = self.shard.reduce_scatter(wires) if self.split else self.shard.all_reduce(wires)
+        seconds["reduce"] = shard.reduce_scatter(wires) if self.split else shard.all_reduce(wires)
         if node.device.processor:
-            seconds["reduce"] += self._sums(elements)
+            seconds["reduce"] += self._sums(elements, shard.size)
         seconds["replicas"] = self.replicas.all_reduce(local_elements * widths.wire)
         sharing = min(node.devices, layout.ranks)
         if self.sharded and row.parameter_tier is not Tier.DEVICE:
-            size = (away * elements * widths.parameter + frozen) / self.shard.size
+            size = (away * elements * widths.parameter + frozen) / shard.size
             seconds["fetch"] = self._copy(size)
             if row.parameter_tier is Tier.NVME:
                 seconds["read"] = _disk(node.disk_read, size * sharing, node.name)
@@ -245,9 +272,9 @@ class Durations:
                 seconds["update"] += moved * min(self.node.devices, layout.ranks) / self.node.host_bandwidth
         return seconds
 
-    def _sums(self, trained: float) -> float:
+    def _sums(self, trained: float, ranks: int) -> float:
         """Return the seconds in which a processor adds other ranks' parts of gradients, and converts what it sends."""
-        ranks, widths = self.shard.size, self.layout.widths
+        widths = self.layout.widths
         if ranks == 1:
             return 0.0
         moved = 3 * widths.wire * trained / ranks * (ranks - 1)

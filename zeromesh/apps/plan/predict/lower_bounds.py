@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from math import ceil
+from math import ceil, gcd
 from operator import attrgetter, mul
 from typing import NamedTuple
 
@@ -102,9 +102,9 @@ class TimeBound:
         self._moves: dict[tuple[object, ...], _Moves] = {}
         self._known: dict[tuple[int, int], _Kinds] = {}
         self._saved: dict[tuple[object, ...], float] = {}
-        self._parameters: dict[int, tuple[float, float, float, float]] = {}
+        self._parameters: dict[tuple[int, int], tuple[float, float, float, float, float]] = {}
         self._device = slowest(machine)
-        self._factor = calibration_on(machine).factor
+        self._factor = calibration_on(machine, experts=self.experts > 0).factor
 
     def _at(self, micro_batch: int, context: int) -> _Kinds:
         """Return the model's units; its cost is asked for once."""
@@ -118,6 +118,11 @@ class TimeBound:
         """Blocks between which a pipeline can be cut."""
         cost, counts = self._at(1, 1)
         return sum(count for unit, count in zip(cost.units, counts, strict=True) if unit.block)
+
+    @cached_property
+    def experts(self) -> int:
+        """Largest number that divides the experts of every block that has some; 0: none has."""
+        return gcd(*(unit.experts.number for unit in self._at(1, 1).cost.units if unit.experts))
 
     def seconds(self, layout: ParallelLayout) -> float:
         """Return a time that no run of the layout is expected to be shorter than."""
@@ -169,18 +174,17 @@ class TimeBound:
     def states(self, layout: ParallelLayout) -> float:
         """Return bytes on the device that states alone take on the average rank, with the context of the device."""
         row, widths, group = layout.row, layout.widths, layout.data * layout.context
-        elements, block, frozen, frozen_block = self._elements(layout.tensor)
-        stage_elements = elements / layout.pipeline
+        elements, block, frozen, frozen_block, experts = self._elements(layout.tensor, layout.expert_shares)
+        # Elements of a stage, and in parts of the groups that shard them: those of experts have groups of their own.
+        stage_elements = (elements + experts) / layout.pipeline
+        shard_elements = (elements / group + experts / layout.expert_data) / layout.pipeline
         left = 1.0 if row.optimizer_tier is Tier.DEVICE else 1.0 - row.offloaded
-        total = (
-            stage_elements
-            * (widths.master + widths.states)
-            * left
-            / (group if row.optimizer is Placement.SHARDED else 1)
-        )
+        updated = shard_elements if row.optimizer is Placement.SHARDED else stage_elements
+        total = updated * (widths.master + widths.states) * left
         if row.parameter_tier is Tier.DEVICE:
-            shares = group if row.parameter is Placement.SHARDED else 1
-            total += (stage_elements * widths.parameter + frozen / layout.pipeline) / shares
+            is_sharded = row.parameter is Placement.SHARDED
+            total += (shard_elements if is_sharded else stage_elements) * widths.parameter
+            total += frozen / layout.pipeline / (group if is_sharded else 1)
         if row.parameter is Placement.SHARDED:
             # Gradients grow as activations shrink, so they are left out; gathered blocks are there all the time.
             slots = min(layout.parameter_slots, self.blocks // layout.pipeline)
@@ -188,7 +192,7 @@ class TimeBound:
         elif row.gradient is Placement.REPLICATED:
             total += stage_elements * min(widths.gradient, widths.wire)
         elif row.gradient_tier is Tier.DEVICE:
-            total += stage_elements * widths.gradient / group * left
+            total += shard_elements * widths.gradient * left
         return total + self._device.reserved
 
     def activations(self, layout: ParallelLayout) -> float:
@@ -207,21 +211,25 @@ class TimeBound:
         in_flight = held(layout) / layout.chunks
         return self._saved[key] / layout.pipeline * max(1.0, 0.8 * in_flight)
 
-    def _elements(self, tensor: int) -> tuple[float, float, float, float]:
-        """Return elements of the model and of its smallest block on a tensor rank, and bytes of frozen ones of both."""
-        if tensor not in self._parameters:
+    def _elements(self, tensor: int, shares: int) -> tuple[float, float, float, float, float]:
+        """Return elements of the model and of its smallest block on a tensor rank, and bytes of frozen ones of both.
+
+        The last number is that of elements in units of experts, of which ``shares`` ranks have one share each.
+        """
+        if (tensor, shares) not in self._parameters:
             cost, counts = self._at(1, 1)
-            sizes = [unit.parameters.on(tensor) for unit in cost.units]
+            sizes, experts = zip(*(unit.elements(tensor, shares) for unit in cost.units), strict=True)
             frozen = [unit.frozen.sharded.on(tensor) for unit in cost.units]
             amounts: list[float] = []
             for per_unit in (sizes, frozen):
                 least = min((size for size, unit in zip(per_unit, cost.units, strict=True) if unit.block), default=0.0)
                 amounts += [sum(map(mul, per_unit, counts)), least]
-            self._parameters[tensor] = amounts[0], amounts[1], amounts[2], amounts[3]
-        return self._parameters[tensor]
+            in_units = sum(map(mul, experts, counts))
+            self._parameters[tensor, shares] = amounts[0], amounts[1], amounts[2], amounts[3], in_units
+        return self._parameters[tensor, shares]
 
     def _passes_of(self, layout: ParallelLayout) -> _Passes:
-        mesh = layout.tensor, layout.context, layout.pipeline, layout.sequence
+        mesh = layout.tensor, layout.context, layout.pipeline, layout.expert, layout.sequence
         key = *mesh, layout.micro_batch, layout.recompute, layout.widths
         if key not in self._passes:
             cost, counts = self._at(layout.micro_batch, layout.context)
@@ -238,7 +246,7 @@ class TimeBound:
         row, share = layout.row, 1.0
         if row.optimizer_tier is not Tier.DEVICE:
             row, share = replace(row, offloaded=1.0), row.offloaded
-        mesh = layout.tensor, layout.context, layout.pipeline, layout.data, layout.replicate
+        mesh = layout.tensor, layout.context, layout.pipeline, layout.data, layout.replicate, layout.expert
         key = *mesh, row, layout.widths, layout.accumulation > 1
         if key not in self._moves:
             # States do not depend on the size of a micro-batch.

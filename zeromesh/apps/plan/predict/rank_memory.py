@@ -86,6 +86,7 @@ def memory_of(
     profiles = _profiles(units, layout, conventions)
     places = stage_units(units, layout.pipeline * layout.chunks, even=not conventions.engine)
     stages = [_runs(profiles, place) for place in places]
+    expert_data = layout.expert_data
     processor = any(node.device.processor for node, _ in machine.nodes) if machine else False
     if sums is None and processor and machine:
         # Ranks of one node read each other's memory, as long as ``communication.local_memory`` lets them.
@@ -96,7 +97,7 @@ def memory_of(
     memories = []
     for rank, (indices, shots) in enumerate(snapshots):
         chunks = [stages[stage] for stage in indices]
-        elements = _elements(chunks)
+        elements = _elements(chunks, expert_data)
         if elements not in states:
             states[elements] = conventions.states(elements, layout, sums or SumPlace.COLLECTIVE)
         tables = [table for runs in chunks for unit, count in runs for table in unit.tables * count]
@@ -115,7 +116,8 @@ class _Profile(NamedTuple):
 
     name: str
     block: bool
-    parameters: float  # elements with gradients
+    parameters: float  # elements with gradients, without those of experts
+    experts: float  # elements of a unit of experts inside of it
     frozen: float  # bytes of others that rest, and are gathered, with them
     stays: float  # of those, the root's
     replicated: float  # bytes of them on every rank
@@ -160,19 +162,22 @@ def _profile(unit: UnitCost, layout: ParallelLayout) -> _Profile:
     again = unit.saved[Recompute.NONE].on(tensor, sequence) - saved if policy is not Recompute.NONE else 0.0
     late = sum(
         work.shape[0]
+        * (layout.expert_split / tensor if work.groups else 1)
         * work.shape[1]
-        / (tensor if work.divided == "columns" else 1)
+        / ((layout.expert_split if work.groups else tensor) if work.divided == "columns" else 1)
         * layout.widths.parameter
         * work.count
         for work in unit.forward
         if work.shape and work.kind is WorkKind.PRODUCT
     )
-    elements = unit.parameters.on(tensor) - unit.resident.on(tensor)
+    parameters, experts = unit.elements(tensor, layout.expert_shares)
+    elements = parameters - unit.resident.on(tensor)
     single = unit.single and padded(elements, layout.widths.parameter, layout.data * layout.context) <= elements
     return _Profile(
         unit.name,
         unit.block,
-        unit.parameters.on(tensor),
+        parameters,
+        experts,
         unit.frozen.sharded.on(tensor),
         unit.frozen.resident.on(tensor),
         unit.frozen.whole,
@@ -224,8 +229,11 @@ def _runs(profiles: Sequence[_Profile], place: range) -> _Runs:
     return [(run[0], len(run)) for run in ([*group] for _, group in groupby(stage_profiles, key=id))]
 
 
-def _elements(chunks: Sequence[_Runs]) -> tuple[UnitElements, ...]:
-    """Return the elements of a rank's units and their numbers; all that stays gathered is one unit, the first."""
+def _elements(chunks: Sequence[_Runs], expert_data: int) -> tuple[UnitElements, ...]:
+    """Return the elements of a rank's units and their numbers; all that stays gathered is one unit, the first.
+
+    Units of experts, each inside of a block, are sharded over ``expert_data`` ranks.
+    """
     units = [entry for runs in chunks for entry in runs]
     # A tied output layer has a copy where its embedding is elsewhere.
     outside = [unit for unit, _ in units if not unit.block]
@@ -235,6 +243,7 @@ def _elements(chunks: Sequence[_Runs]) -> tuple[UnitElements, ...]:
         for unit, count in units
         if unit.parameters > unit.resident or unit.frozen > unit.stays
     ]
+    rest += [UnitElements(unit.experts, count, ranks=expert_data) for unit, count in units if unit.experts]
     first, stays, replicated = (
         sum(getattr(unit, name) * count for unit, count in units) for name in ("resident", "stays", "replicated")
     )
@@ -256,11 +265,11 @@ class _Rank:
         self.of_rows = of_rows  # bytes of gradients of tables' rows, which are kept until the update
         self.held = [sum(self.kept(unit) * count for unit, count in runs) for runs in chunks]
         self.late = [sum(unit.late * count for unit, count in runs) for runs in chunks]
-        self.parameters = [sum(unit.parameters * count for unit, count in runs) for runs in chunks]
+        self.parameters = [sum((unit.parameters + unit.experts) * count for unit, count in runs) for runs in chunks]
         self.on_device = {state: size for (state, tier), size in states.resting.items() if tier == "device"}
         blocks = [unit for runs in chunks for unit, _ in runs if unit.block]
         self.largest_output = max((unit.output for unit in blocks), default=0.0)
-        self.largest_block = max((unit.parameters for unit in blocks), default=0.0)
+        self.largest_block = max((unit.parameters + unit.experts for unit in blocks), default=0.0)
         self.left = 0.0  # elements of gradients that rest where autograd left them, until the update
         if states.buffers is not None and states.buffers.adopts and not states.buffers.sharded:
             self.left = sum(_own(unit) * count for runs in chunks for unit, count in runs if unit.single)
@@ -350,7 +359,7 @@ class _Rank:
                     yield self.moment(parts, gradients, unit, saved, unit.again + temporary, name)
                 full.end(unit, following - number)
                 saved -= (unit.late if freed < 0 else self.kept(unit)) * (following - number) * freed
-                done += unit.parameters * (following - number)
+                done += (unit.parameters + unit.experts) * (following - number)
 
     def moment(
         self,
@@ -372,7 +381,7 @@ class _Rank:
     def backward(self, unit: _Profile, full: _FullGradients, kind: Kind) -> Iterator[tuple[float, dict[str, float]]]:
         """Yield temporary bytes, and those of whole gradients by state, of the moments of a unit's backward."""
         if not self.convention.engine:
-            block = unit.parameters if unit.block else 0.0
+            block = max(unit.parameters, unit.experts) if unit.block else 0.0
             yield unit.backward + self.convention.gradients(self.layout, block, unit.largest, unit.output), {}
             return
         if kind is Kind.INPUT:
@@ -411,7 +420,8 @@ class _FullGradients:
 
     def begin(self, unit: _Profile) -> None:
         """Note that the first gradient of a unit has been accumulated."""
-        self.opened += (_own(unit) > 0 and not self.adopts(unit)) + (unit.resident > 0 and not self.root)
+        own = (_own(unit) > 0 and not self.adopts(unit)) + (unit.experts > 0)
+        self.opened += own + (unit.resident > 0 and not self.root)
         self.root |= unit.resident > 0
 
     def end(self, unit: _Profile, times: int) -> None:

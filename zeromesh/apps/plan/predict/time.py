@@ -77,14 +77,15 @@ def time_of(
         ValueError: the layout cannot run: too many ranks, fewer blocks than stages, a batch that the schedule does not
             divide, or a state on a disk that the machine lacks.
     """
-    calibration = UNCALIBRATED if habits is not None else calibration_on(machine, layout.ranks)
-    habits = habits or Habits()
     if layout.ranks > machine.devices:
         raise ValueError(
             f"the layout has {layout.ranks} ranks, but machine {machine.name or 'given'!r} has {machine.devices} "
             "devices; take smaller axes or more nodes"
         )
     cost = source.at(layout.micro_batch, sequence, layout.context)
+    calibration = UNCALIBRATED
+    if habits is None:
+        habits, calibration = Habits(), calibration_on(machine, layout.ranks, cost.has_experts)
     durations = Durations(layout, machine, habits)
     units = durations.units(cost)
     if layout.pipeline > 1:
@@ -219,9 +220,9 @@ class _Update:
 
 def _stage(units: Sequence[UnitTime], durations: Durations, blocks: int, release: float, message: float) -> StageCost:
     """Return the seconds of a stage's actions; ``blocks`` of its rank share the slots."""
-    forward = sum(unit.forward + unit.join + unit.exchange + unit.lookup for unit in units)
-    back = sum(unit.again + unit.input + unit.join_back + unit.join_again + unit.exchange_back for unit in units)
+    forward = sum(seconds for unit in units for _, seconds in unit.compute_forward)
     weight = sum(unit.weight for unit in units)
+    back = sum(seconds for unit in units for _, seconds in unit.compute_backward) - weight
     block_units = [unit for unit in units if unit.block]
     if durations.sharded:
         # Of the rank's blocks, those that have a slot stay from the first micro-batch to the last.

@@ -15,6 +15,7 @@ from zeromesh.base.buffer_memory import BufferMemory
 from zeromesh.base.linear_arithmetic import Kept
 from zeromesh.base.randomness import drawing_from, random_state
 from zeromesh.comm.collectives import Group, Pending
+from zeromesh.parallel.activation.choices import ForwardChoices
 from zeromesh.parallel.pipeline.runtime.record import Recorder
 from zeromesh.parallel.pipeline.runtime.stage import Handed, Header, Stages, TensorForm
 from zeromesh.parallel.pipeline.schedule.actions import BACKWARDS, LAST, Action, Kind, Schedule, ScheduleError
@@ -219,6 +220,7 @@ class _Running:
         self._sent: dict[Place, Sequence[Pending]] = {}
         self._random: dict[Place, Sequence[Tensor]] = {}
         self._buffers: dict[Place, BufferMemory] = {}
+        self._choices: dict[Place, ForwardChoices] = {}
         # Operands of weight gradients: those of the forward become due with the backward of the input.
         self._operands: dict[Place, Kept | None] = {}
         self._due: dict[Place, Kept] = {}
@@ -239,7 +241,8 @@ class _Running:
 
     def _end(self, stage: int, microbatch: int) -> None:
         """Give up what is kept of a micro-batch in a stage."""
-        for table in (self._inputs, self._outputs, self._sent, self._random, self._buffers, self._operands):
+        of_forward = self._inputs, self._outputs, self._sent, self._random, self._buffers, self._choices, self._operands
+        for table in of_forward:
             table.pop((stage, microbatch), None)
 
     def _forward(self, stage: int, microbatch: int) -> None:
@@ -247,11 +250,11 @@ class _Running:
         again = place in self._program.again
         if again:
             self._random[place] = random_state(self._messages.device)
-            self._buffers[place] = self._stages.buffers()
+            self._buffers[place], self._choices[place] = self._stages.buffers(), self._stages.choices()
         has_header = self._key(stage + 1, microbatch) in self._headers
         # What passes on depends on parameters, which is seen where there are graphs.
         graph = (torch.is_grad_enabled() and not again) or (not has_header and stage < self._last)
-        with torch.set_grad_enabled(graph):
+        with torch.set_grad_enabled(graph), self._choices[place].first() if again else nullcontext():
             result = self._compute(stage, microbatch, trains=self._trains and not again)
             if stage == self._last:
                 self.losses[microbatch] = result.detach()
@@ -283,8 +286,9 @@ class _Running:
         return result
 
     def _recompute(self, stage: int, microbatch: int) -> None:
-        """Run the forward again, with the same random numbers and buffers, for the graph that it did not keep."""
-        with drawing_from(self._random[stage, microbatch], self._messages.device):
+        """Run the forward again, with the same random numbers, buffers and choices, for its graph."""
+        choices = self._choices[stage, microbatch]
+        with drawing_from(self._random[stage, microbatch], self._messages.device), choices.again():
             self._compute(stage, microbatch, trains=True, again=self._buffers[stage, microbatch])
 
     def _take(self, stage: int, microbatch: int) -> Handed:

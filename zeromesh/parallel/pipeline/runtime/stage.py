@@ -16,6 +16,7 @@ from torch.utils import swap_tensors
 from zeromesh.base.buffer_memory import BufferMemory
 from zeromesh.base.containers import map_tensors, tensors_of
 from zeromesh.base.in_place import version
+from zeromesh.parallel.activation.choices import ForwardChoices
 from zeromesh.parallel.pipeline.runtime.elsewhere import Parameters, counting, counts
 from zeromesh.parallel.pipeline.runtime.outlines import imitate, outline
 from zeromesh.parallel.pipeline.schedule.partition import inner
@@ -97,6 +98,10 @@ class Stages:
     def buffers(self) -> BufferMemory:
         """Return the buffers of the model before a forward that will run again."""
         return BufferMemory(self._model.modules())
+
+    def choices(self) -> ForwardChoices:
+        """Return the memory of what is chosen in a forward that will run again, as the experts of tokens."""
+        return ForwardChoices(self._model.modules())
 
     def run(
         self,

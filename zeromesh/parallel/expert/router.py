@@ -1,0 +1,297 @@
+"""Routers of a model: what chooses the experts of each token, its logits, and a bias that only the choice sees.
+
+They are found by structure. The router of experts is the module beside them with a weight of one row for each expert.
+Legend of shapes: T tokens of a call, K experts of each, E experts, H width.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from zeromesh.parallel.context.applied import named_arguments
+from zeromesh.parallel.expert.forms import Contract, Experts
+from zeromesh.parallel.follow.activation_parts import replace_forward
+
+BIAS = re.compile(r"(^|_)(score_correction|expert)_bias$")
+"""Names that families give a bias which is added to the scores for the choice, and not to the weights."""
+
+PRODUCTS = {functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, torch.addmm}
+
+
+@dataclass(frozen=True)
+class SelectionBias:
+    """Bias of E elements that is added to the scores for the choice: a buffer, or a parameter that nothing trains."""
+
+    name: str
+    module: nn.Module
+    attribute: str
+
+    @property
+    def tensor(self) -> Tensor:
+        """The bias, which may be another tensor after the model was placed."""
+        tensor = getattr(self.module, self.attribute)
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+
+@dataclass(frozen=True)
+class Router:
+    """Router of the experts of one layer.
+
+    Attributes:
+        name: of the experts.
+        experts: their module.
+        contract: what the experts are called with, from which their choices are known.
+        choices: E, numbers that a choice may be: experts, and identity experts beyond them.
+        module: computes the logits; None where no module beside the experts has a row for each.
+        bias: None where the choice follows from the scores alone.
+    """
+
+    name: str
+    experts: nn.Module
+    contract: Contract
+    choices: int
+    module: nn.Module | None
+    bias: SelectionBias | None
+
+
+def find_routers(model: nn.Module, experts: Sequence[Experts]) -> list[Router]:
+    """Return the router of each layer's experts. The model is left as it is."""
+    modules = dict(model.named_modules())
+    names = [each.name for each in experts]
+    routers = []
+    for each in experts:
+        parent = each.name.rpartition(".")[0]
+        others = [name for name in names if name != each.name and name.startswith(f"{parent}.")]
+        beside = {
+            name: module
+            for name, module in modules.items()
+            if (name == parent or name.startswith(f"{parent}.") or not parent)
+            and not any(f"{name}.".startswith(f"{inner}.") for inner in [each.name, *others])
+        }
+        sizes = {each.count, each.count + each.beyond}
+        rows = [
+            name
+            for name, module in beside.items()
+            if any(p.ndim == 2 and len(p) in sizes for p in module._parameters.values() if p is not None)
+        ]
+        biases = [
+            SelectionBias(f"{name}.{attribute}".lstrip("."), module, attribute)
+            for name, module in beside.items()
+            for attribute, tensor in (*module._buffers.items(), *module._parameters.items())
+            if tensor is not None and tensor.numel() in sizes and BIAS.search(attribute)
+        ]
+        bias = biases[0] if len(biases) == 1 and not others else None
+        router = _outermost(rows[0], parent, modules) if rows else None
+        choices = bias.tensor.numel() if bias is not None else each.count + each.beyond
+        routers.append(Router(each.name, each.module, each.contract, choices, router, bias))
+    return routers
+
+
+def _outermost(name: str, parent: str, modules: dict[str, nn.Module]) -> nn.Module | None:
+    """Return the module of a name, or the one that has it and lies directly in the parent."""
+    if name == parent:
+        return None
+    inside = name.removeprefix(f"{parent}.").partition(".")[0]
+    return modules[f"{parent}.{inside}".lstrip(".")]
+
+
+class Listener:
+    """Listener to the routers of a model, whose modules it changes in place.
+
+    Args:
+        routers: that it hears.
+        choose: is told which router chose, and what: experts (T, K), or how often each was chosen (..., E); and which
+            tokens are no padding (T,), or None.
+        note_squares: is told the router, the sum over tokens of the squares of which the z-loss is made, and their
+            number.
+        z_loss: coefficient of the mean over tokens of the square of the logits' log-sum-exp; 0 for none.
+        factor: returns what the loss of the running backward is multiplied by.
+    """
+
+    def __init__(
+        self,
+        routers: Sequence[Router],
+        choose: Callable[[Router, Tensor, Tensor | None], None],
+        note_squares: Callable[[Router, Tensor, Any], None],
+        z_loss: float,
+        factor: Callable[[], float],
+    ) -> None:
+        self.is_paused = False  # forwards are not heard: their graph is made by another one
+        self.z_loss, self.factor = z_loss, factor
+        self._choose, self._note_squares = choose, note_squares
+        self.trains = False  # the forward under way is one in training
+        self._weights: Tensor | None = None  # of its tokens, (B, S)
+        heard: set[int] = set()  # routers, which several modules of experts may share
+        for router in routers:
+            tells = False  # the router's result shows its choice
+            if router.contract in (Contract.ROUTED, Contract.SORTED):
+                hear = partial(torch.compiler.disable(Listener._before_experts), self, router)
+                router.experts.register_forward_pre_hook(hear, with_kwargs=True)
+            elif router.contract is Contract.LISTED and isinstance(router.module, nn.Linear | None):
+                for number, expert in enumerate(router.experts.children()):
+                    call = partial(torch.compiler.disable(Listener._before_expert), self, router, number)
+                    expert.register_forward_pre_hook(call, with_kwargs=True)
+            else:
+                tells = True
+            if router.module is not None and (tells or (z_loss and id(router.module) not in heard)):
+                heard.add(id(router.module))
+                run = partial(torch.compiler.disable(Listener._run), self, router, router.module.forward, tells)
+                replace_forward(router.module, run)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Listener:
+        """Return a listener of a copy of the model, whose choices are not counted: it is trained by nobody."""
+        listener = memo[id(self)] = copy.copy(self)
+        listener.is_paused = True
+        return listener
+
+    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take in the inputs of a model's forward: a pre-hook of it."""
+        self.trains = model.training and torch.is_grad_enabled()
+        mask = named_arguments(type(model), args, kwargs).get("attention_mask")
+        self._weights = mask.detach() != 0 if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+    @property
+    def counts(self) -> bool:
+        """True in a forward in training that runs for the first time."""
+        # What is computed again is computed by autograd, whose backward runs in this thread.
+        return self.trains and not self.is_paused and torch._C._current_graph_task_id() == -1
+
+    @contextmanager
+    def hearing(self, hears: bool) -> Iterator[None]:
+        """Hear routers in this context, or do not."""
+        before, self.is_paused = self.is_paused, not hears
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+    def weights(self, tokens: int) -> Tensor | None:
+        """Return the weight of each of a router's tokens, (T,); None if all count.
+
+        Raises:
+            RuntimeError: the mask is of other tokens than the router's.
+        """
+        if self._weights is None:
+            return None
+        weights = self._weights.reshape(-1)
+        if len(weights) != tokens:
+            raise RuntimeError(
+                f"attention_mask has {len(weights)} tokens, and a router {tokens}: padding cannot be told from them. "
+                "Leave the mask out where nothing is padded, or unset experts.bias_update_rate, z_loss and report_load"
+            )
+        return weights
+
+    def _before_experts(self, router: Router, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
+        if not self.counts:
+            return
+        if router.contract is Contract.SORTED:  # what was sorted does not tell which rows are padding
+            rows, sizes = (*args, *kwargs.values())[:2]
+            self._choose(router, torch.as_tensor(sizes, device=rows.device).view(1, -1), None)
+            return
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        chosen = next(tensor for tensor in tensors if not tensor.is_floating_point())
+        self._choose(router, chosen.detach(), self.weights(chosen.shape[:-1].numel()))
+
+    def _before_expert(self, router: Router, number: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Count the rows of an expert that a loop calls, which do not tell whether they are padding."""
+        if self.counts:
+            rows = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+            chosen = torch.zeros(1, router.choices, dtype=torch.int64, device=rows.device)
+            chosen[0, number] = rows.shape[:-1].numel()
+            self._choose(router, chosen, None)
+
+    def _run(self, router: Router, forward: Callable[..., Any], tells: bool, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a router: its logits get the gradient of the z-loss, and its result tells the choice."""
+        if not self.trains:
+            return forward(*args, **kwargs)
+        with _Logits(router.choices, partial(self._with_z_loss, router) if self.z_loss else None):
+            result = forward(*args, **kwargs)
+        if tells and self.counts and (chosen := _choice(result, router.choices)) is not None:
+            self._choose(router, chosen, self.weights(chosen.shape[:-1].numel()))
+        return result
+
+    def _with_z_loss(self, router: Router, logits: Tensor) -> Tensor:
+        weights = self.weights(logits.shape[:-1].numel())
+        if self.counts:
+            squares = logits.detach().double().logsumexp(-1).square().view(-1)
+            if weights is not None:
+                squares = squares * weights
+            self._note_squares(router, squares.sum(), len(squares) if weights is None else weights.sum())
+        if not logits.requires_grad:
+            return logits
+        result = _ZLoss.apply(logits, weights, self.z_loss, self.factor)  # type: ignore[no-untyped-call]
+        assert isinstance(result, Tensor)
+        return result
+
+
+def _choice(result: Any, choices: int) -> Tensor | None:
+    """Return the choice in a router's result: whole numbers, or where all that has a column for each expert is not 0.
+
+    The weights of experts that are not chosen are 0.
+    """
+    tensors = [
+        each.detach() for each in (result if isinstance(result, tuple | list) else (result,)) if _is_tensor(each)
+    ]
+    whole_numbers = next((each for each in tensors if not each.is_floating_point()), None)
+    columns = [each.reshape(-1, choices) != 0 for each in tensors if each.ndim and each.shape[-1] == choices]
+    if whole_numbers is not None or not columns:
+        return whole_numbers
+    return torch.stack([each for each in columns if len(each) == len(columns[0])]).all(0).long()
+
+
+def _is_tensor(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor)
+
+
+class _Logits(TorchFunctionMode):
+    """Replaces the first product with a column for each expert in this context by ``then`` of it."""
+
+    def __init__(self, choices: int, then: Callable[[Tensor], Tensor] | None) -> None:
+        super().__init__()
+        self._choices, self._then = choices, then
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self._then is not None and func in PRODUCTS and result.shape[-1] == self._choices:
+            then, self._then = self._then, None
+            return then(result)
+        return result
+
+
+class _ZLoss(torch.autograd.Function):
+    """Logits as they are, with the gradient of a loss of their own: that of ST-MoE (arXiv 2202.08906, equation 5).
+
+    The loss is ``coefficient * mean(logsumexp(logits) ** 2)`` over the tokens that count. It is not a part of the
+    loss that the model returns, as a stage of a pipeline has none.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, weights: Tensor | None, coefficient: float, factor: Any) -> Tensor:
+        ctx.save_for_backward(logits)
+        # Not saved by torch, so that a recomputation, which may come after other forwards, does not replace it.
+        ctx.weights, ctx.coefficient, ctx.factor = weights, coefficient, factor
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (logits,) = ctx.saved_tensors
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        size = wide.logsumexp(-1, keepdim=True)
+        tokens: Any = size.numel()
+        if ctx.weights is not None:
+            weights = ctx.weights.to(wide.dtype).view_as(size)
+            tokens, size = weights.sum().clamp(min=1), size * weights
+        added = size * wide.softmax(-1) * (2 * ctx.coefficient * ctx.factor() / tokens)
+        return gradient + added.to(gradient.dtype), None, None, None
