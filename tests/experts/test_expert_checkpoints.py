@@ -136,6 +136,9 @@ def export(folder: Path, layout: str, output: Path) -> Any:
     before = engine.gathered_state_dict()
     weights = dict(engine.full_weights(torch.float64, only_first_rank=True))
     state = {name: value.clone() for name, value in engine.state_dict().items()}
+    if LAYOUTS[layout][1] < 3 and layout != "tensor":
+        read = engine.module.state_dict()
+        assert_same(read, {name: state[name] for name in read})
     advance(engine, token_batches(1)[0])
     engine.save_16bit_model(output / "model")
     engine.save_checkpoint(output / "run")

@@ -3,11 +3,13 @@
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import hf_training
 import zeromesh
 from commands import call, logged_losses, write_config
 from harness import on_ranks, run_ranks
@@ -31,7 +33,7 @@ def mixture(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
     torch.manual_seed(3)
     config = transformers.MixtralConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, num_local_experts=4, max_position_embeddings=512, bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
@@ -57,7 +59,7 @@ CASES = {"adapters": {"lora": LORA}, "in 4 bits": {"lora": LORA, "huggingface": 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mesh", [{}])
+@pytest.mark.parametrize("mesh", [{}, {"expert": 2}], ids=["data", "expert"])
 @pytest.mark.parametrize("kind", CASES)
 def test_a_mixture_is_tuned_and_merged_by_commands(kind, mesh, mixture, tmp_path) -> None:
     for name, ranks, axes in (("one", 1, {}), ("two", 2, mesh)):
@@ -139,3 +141,38 @@ def test_a_name_of_no_stacked_weight_is_refused(mixture: Path, tmp_path: Path) -
     assert result.exit_code != 0
     assert "has no stacked weight of three dims whose name ends in 'experts.gate_proj'" in result.output
     assert "did you mean 'experts.gate_up_proj'?" in result.output
+
+
+def small_mixture(width: int = 32) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": width, "intermediate_size": width, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = transformers.MixtralConfig(
+        vocab_size=hf_training.TOKENS, num_key_value_heads=2, num_local_experts=4, **sizes, **ends
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+def train_in(library: str, folder: Path, config: dict[str, Any] | None) -> Any:
+    with patch.object(hf_training, "model", small_mixture):
+        return hf_training.train(library, folder, config)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("library", ["transformers", "accelerate", "trl-sft"])
+def test_trainers_of_other_libraries_share_experts(library: str, number: int, tmp_path: Path) -> None:
+    if library == "trl-sft":
+        pytest.importorskip("trl")
+    config = hf_training.stage(number, mesh={"expert": 2})
+    (found, *_) = run_ranks(train_in, 2, library, tmp_path / "shared", config, timeout=LIMIT)
+    if library == "trl-sft":
+        # TRL balances a mixture over the samples of each rank.
+        wanted = run_ranks(train_in, 2, library, tmp_path / "apart", hf_training.stage(number), timeout=LIMIT)[0]
+    else:
+        wanted = train_in(library, tmp_path / "plain", None)
+    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(wanted[0]), rtol=1e-3, atol=1e-5)
+    assert found[1].keys() == wanted[1].keys()
+    torch.testing.assert_close(found[1], dict(wanted[1]), rtol=1e-3, atol=1e-4)

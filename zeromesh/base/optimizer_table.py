@@ -173,8 +173,8 @@ OPTIMIZERS = [
         "torch.optim",
         "Adafactor",
         Scope.WHOLE,
-        "it averages over rows and columns; use ZeRO-0 (zero_optimization.stage = 0), or another optimizer such as "
-        "Lion",
+        "it averages over rows and columns; use ZeRO-0 (zero_optimization.stage = 0) without mesh.tensor and "
+        "mesh.expert, or another optimizer such as Lion",
         reduces_states=True,
     ),
     OptimizerRow(
@@ -182,7 +182,7 @@ OPTIMIZERS = [
         "Muon",
         Scope.WHOLE,
         'it orthogonalizes whole matrices; name {"type": "Muon"} in the config, or use ZeRO-0 '
-        "(zero_optimization.stage = 0)",
+        "(zero_optimization.stage = 0) without mesh.tensor and mesh.expert",
     ),
     OptimizerRow(
         "torch.optim", "LBFGS", Scope.NEVER, "it evaluates the loss several times per step; use it without an engine"

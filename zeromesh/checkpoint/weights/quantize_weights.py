@@ -40,9 +40,9 @@ class Unmade:
 
     packing_format_for_cpu = False
 
-    def __init__(self, path: str, **known: Any) -> None:
+    def __init__(self, path: str, **attributes: Any) -> None:
         self._path = path
-        vars(self).update(known)
+        vars(self).update(attributes)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

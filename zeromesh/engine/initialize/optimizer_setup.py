@@ -106,7 +106,7 @@ def build_optimizer(
 ) -> Optimizer | None:
     """Build the configuration's optimizer over this rank's ``pieces``, by ``id`` of the parameter; None without one."""
     from zeromesh.shard.optim import factory
-    from zeromesh.shard.optim.groups import hidden_matrices, stacked_matrices
+    from zeromesh.shard.optim.groups import expert_matrices
 
     chosen = settings.optimizer
     if chosen is None:
@@ -117,9 +117,9 @@ def build_optimizer(
         options = {key: value for key, value in group.items() if key not in ("params", "name", "param_names")}
         # A group of which this rank has nothing stays: schedules and checkpoints number groups alike on all ranks.
         groups.append(factory.ParameterGroup(tuple(piece for piece in mine if piece is not None), options))
-    matrices, stacked = partial(hidden_matrices, model), partial(stacked_matrices, model)
+    matrices = partial(expert_matrices, model)
     allow = settings.zero_allow_untested_optimizer
-    return factory.build(chosen.type, dict(chosen.params), groups, exchange, cuts, allow, matrices, stacked)
+    return factory.build(chosen.type, dict(chosen.params), groups, exchange, cuts, allow, matrices)
 
 
 def try_optimizer(

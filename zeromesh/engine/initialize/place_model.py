@@ -38,7 +38,7 @@ from zeromesh.shard.optim.host import states_of
 from zeromesh.shard.optim.scaler import LossScaler
 from zeromesh.shard.parameters.deferred import Source
 from zeromesh.shard.parameters.flat import write_parameter
-from zeromesh.shard.parameters.flat_exchange import FlatExchange
+from zeromesh.shard.parameters.flat_exchange import FlatExchange, join_experts
 from zeromesh.shard.parameters.materialise import materialiser, replace
 from zeromesh.shard.place_units import ModelPart, Sharding, Slots
 from zeromesh.shard.sharded import ShardedModel
@@ -216,6 +216,8 @@ class Placing:
         from zeromesh.parallel.expert.place import apply
 
         apply(self.plan.model, self.plan.mesh, self.experts)
+        if not self.placed.sharded:
+            join_experts(self.plan.model, self.placed.flats, self.plan.mesh)
 
     def chunk_losses(self) -> None:
         """Compute losses of whole heads a chunk of tokens at a time."""

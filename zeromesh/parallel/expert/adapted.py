@@ -156,22 +156,22 @@ def _part(base: type, rank: int, ranks: int) -> type:
 
     class Part(base):  # type: ignore[misc]
         def forward(self, packed: torch.Tensor) -> torch.Tensor:
-            whole = self.quant_state
-            shape = (whole.shape[0] // ranks, *whole.shape[1:])
+            every = self.quant_state
+            shape = (every.shape[0] // ranks, *every.shape[1:])
             if 2 * packed.numel() * packed.itemsize != math.prod(shape):  # gathered
                 gathered: torch.Tensor = super().forward(packed)
                 return gathered
             library = import_module("bitsandbytes.functional")
-            scales = whole.absmax
-            if whole.nested:
-                scales = (library.dequantize_blockwise(scales, whole.state2) + whole.offset).float()
+            scales = every.absmax
+            if every.nested:
+                scales = (library.dequantize_blockwise(scales, every.state2) + every.offset).float()
             state = library.QuantState(
                 absmax=scales.chunk(ranks)[rank],
                 shape=torch.Size([math.prod(shape)]),  # rows that end inside of a block are misread on a CPU
-                code=whole.code,
-                blocksize=whole.blocksize,
-                quant_type=whole.quant_type,
-                dtype=whole.dtype,
+                code=every.code,
+                blocksize=every.blocksize,
+                quant_type=every.quant_type,
+                dtype=every.dtype,
             )
             with torch.no_grad():
                 value: torch.Tensor = library.dequantize_4bit(packed, state)

@@ -48,8 +48,7 @@ def build(
     exchange: PieceExchange,
     sharded: bool,
     allow_untested: bool = False,
-    matrices: Callable[[], frozenset[str]] = frozenset,
-    stacked: Callable[[], frozenset[str]] = frozenset,
+    matrices: Callable[[], frozenset[str] | Mapping[str, bool]] = frozenset,
 ) -> Optimizer:
     """Make the optimizer that a config names, over pieces.
 
@@ -62,7 +61,6 @@ def build(
         sharded: whether pieces may be less than whole parameters.
         allow_untested: take classes not known to be right on pieces.
         matrices: returns the names of the parameters that are to be updated as matrices, for a class that asks so.
-        stacked: returns the names of those that have a matrix for each entry of the first dim.
     """
     cls, defaults = _class(type, params)
     _check_class(cls, sharded, allow_untested)
@@ -71,7 +69,7 @@ def build(
         # What the configuration does not say: these optimizers get it beside their parameters.
         context = {"exchange": exchange, "pieces": [piece for group in groups for piece in group.pieces]}
         if "matrices" in inspect.signature(cls).parameters:
-            context |= {"matrices": matrices(), "stacked": stacked()}
+            context["matrices"] = matrices()
     arguments = defaults | _accept(type, without_auto(params), _accepted(cls))
     # It may look at shapes, and whole parameters can have theirs.
     if not sharded and not row_of(cls).takes_pieces:
@@ -100,7 +98,7 @@ def _class(type: str, params: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 def _accepted(cls: type[Optimizer]) -> dict[str, inspect.Parameter]:
     """Return the parameters of a class that a config may give."""
-    reserved = {"params", "groups", "exchange", "pieces", "matrices", "stacked"}
+    reserved = {"params", "groups", "exchange", "pieces", "matrices"}
     return {key: value for key, value in inspect.signature(cls).parameters.items() if key not in reserved}
 
 
@@ -242,8 +240,8 @@ def _check_class(cls: type[Optimizer], sharded: bool, allow_untested: bool, name
     if sharded and not (allow_untested or row.takes_pieces):
         raise ValueError(
             f"{name or cls.__name__} is not known to update each element by itself, as it must where parameters are "
-            "sharded; use ZeRO-0 (zero_optimization.stage = 0), or set `zero_allow_untested_optimizer` to "
-            "true if it does"
+            "sharded; use ZeRO-0 (zero_optimization.stage = 0) without mesh.tensor and mesh.expert, or set "
+            "`zero_allow_untested_optimizer` to true if it does"
         )
 
 
@@ -265,7 +263,7 @@ class NoPieces(list[nn.Parameter]):
         raise IndexError(
             "this rank updates no piece of this parameter group, which is sharded over the ranks: test "
             'group["params"] before an index, loop over it, or take the parameters of the model itself; with '
-            "ZeRO-0 (zero_optimization.stage = 0) every rank has all"
+            "ZeRO-0 (zero_optimization.stage = 0) without mesh.tensor and mesh.expert every rank has all"
         )
 
 

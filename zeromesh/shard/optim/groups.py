@@ -57,13 +57,14 @@ def hidden_matrices(model: nn.Module) -> frozenset[str]:
     return frozenset(name for parameter, name in chosen.items() if parameter not in excluded)
 
 
-def stacked_matrices(model: nn.Module) -> frozenset[str]:
-    """Return the names of the parameters of three dims that have a matrix for each expert: all but convolutions'."""
-    return frozenset(
+def expert_matrices(model: nn.Module) -> dict[str, bool]:
+    """Return ``hidden_matrices``, and whether each has three dims for a matrix of each expert: no convolution's."""
+    stacked = {
         f"{module_name}.{name}".removeprefix(".")
         for module_name, owner, name, parameter in _owned_parameters(model, remove_duplicate=False)
         if parameter.ndim == 3 and not isinstance(owner, nn.modules.conv._ConvNd)
-    )
+    }
+    return {name: name in stacked for name in sorted(hidden_matrices(model))}
 
 
 def _owned_parameters(

@@ -42,8 +42,8 @@ class Muon(StepOptimizer):
         pieces: every piece this rank updates.
         exchange: how to get whole matrices.
         matrices: names of the parameters that Muon updates, the same on all ranks. Those with more than two dims are
-            taken as matrices of ``shape[0]`` rows.
-        stacked: those of them that have a matrix for each entry of the first dim, as of each expert.
+            taken as matrices of ``shape[0]`` rows; in a mapping, of those with the value True each entry of the first
+            dim, as of an expert, is a matrix.
         lr: learning rate of both parts, ``muon_lr`` and ``adam_lr`` of one; by default 1e-3.
         weight_decay: decoupled, of both parts; by default 0.1 for matrices and 0.01 for the rest, as in torch.
         momentum, nesterov, ns_coefficients, ns_steps, adjust_lr_fn: of the matrices' part, as in ``torch.optim.Muon``.
@@ -58,8 +58,7 @@ class Muon(StepOptimizer):
         groups: Iterable[dict[str, Any]],
         pieces: Iterable[Piece],
         exchange: PieceExchange,
-        matrices: frozenset[str],
-        stacked: frozenset[str] = frozenset(),
+        matrices: frozenset[str] | Mapping[str, bool],
         lr: float = 1e-3,
         muon_lr: float | None = None,
         adam_lr: float | None = None,
@@ -74,7 +73,8 @@ class Muon(StepOptimizer):
     ) -> None:
         self._pieces = {piece.parameter: piece for piece in pieces}
         self._exchange = exchange
-        self._matrices, self._stacked = matrices, stacked
+        self._matrices = frozenset(matrices)
+        self._stacked = {name for name in matrices if isinstance(matrices, Mapping) and matrices[name]}
         muon = {
             "lr": lr if muon_lr is None else muon_lr,
             "weight_decay": 0.1 if weight_decay is None else weight_decay,

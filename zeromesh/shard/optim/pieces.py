@@ -37,7 +37,8 @@ def require_pieces(optimizer: Optimizer) -> None:
     """
     kind = type(optimizer).__name__
     remedy = (
-        "use ZeRO-0 (zero_optimization.stage = 0), or an optimizer that updates each element by itself, such as AdamW"
+        "use ZeRO-0 (zero_optimization.stage = 0) without mesh.tensor and mesh.expert, or an optimizer that updates "
+        "each element by itself, such as AdamW"
     )
     if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
         raise ValueError(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import nn
 
 from zeromesh.base.placement import Placement, PlacementRow
 from zeromesh.base.split import Held
@@ -30,6 +32,26 @@ def join(held_part: Held, part: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     for rank, rank_part in enumerate(parts):
         replace(held_part, rank=rank).place(rank_part, full)
     return full
+
+
+def join_experts(model: nn.Module, flats: Iterable[Flat], mesh: Mesh) -> None:
+    """Let the model's ``state_dict()`` have all experts, which ranks share, as that of the plain model. Collective.
+
+    It is what libraries save where the parameters are not sharded, on all ranks.
+    """
+    segments = [segment for flat in flats for segment in flat.layout.segments]
+    parts = {segment.name: segment.held for segment in segments if segment.held.axis == "expert"}
+
+    def join_parts(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, part in parts.items():
+            value = state.get(prefix + name)
+            # The engine reads parameters themselves; gathered ones are whole.
+            if value is None or isinstance(value, nn.Parameter):
+                continue
+            if part.split is not None and tuple(value.shape) == part.shape != part.whole:
+                state[prefix + name] = join(part, value, mesh)
+
+    model.register_state_dict_post_hook(join_parts)
 
 
 class FlatExchange:
