@@ -39,6 +39,8 @@ ABOVE: dict[str, dict[str, int]] = {
         "deepspeed/optimizers.py:FusedLamb": 11,
         "shard/optim/lamb.py:Lamb": 10,
         "shard/optim/muon.py:Muon": 15,
+        "parallel/expert/moe_layer.py:MoE": 15,
+        "parallel/expert/moe_layer.py:TopKGate": 11,
         "engine/pipeline_module.py:PipelineModule": 12,
         "zero.py:Init": 16,
     },

@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 
 from zeromesh.parallel.context.applied import named_arguments
 from zeromesh.parallel.expert.contract import Contract, Experts
-from zeromesh.parallel.expert.forms import Contract, Experts
 from zeromesh.parallel.expert.rehearsal import rehearsing
 from zeromesh.parallel.follow.activation_parts import replace_forward
 

@@ -74,6 +74,11 @@ class TracedUnit:
     expert_elements: float = 0.0  # of those with gradients
     experts: int = 0  # number of experts
 
+    def add_experts(self, count: int, elements: int) -> None:
+        """Count a parameter of experts, of which the layer has ``count``."""
+        self.experts = count
+        self.expert_elements += elements
+
     def add_parameters(self, amount: Divided, root: bool) -> None:
         """Add elements with gradients; those of the root stay in memory."""
         self.parameters = self.parameters.plus(amount)
@@ -306,8 +311,7 @@ class _Trace:
                 if parameter.requires_grad:
                     unit.add_parameters(divide(parameter.numel(), share), not name)
                     if path in self.experts:
-                        unit.experts = self.experts[path]
-                        unit.expert_elements += parameter.numel()
+                        unit.add_experts(self.experts[path], parameter.numel())
                     continue
                 form = self.options.packing if id(parameter) in packed else None
                 unit.add_frozen(frozen_of(parameter, parameter.element_size(), divide(1, share), not name, form))
