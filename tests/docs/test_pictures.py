@@ -7,9 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from harness import pretended_rank
 from pictures import canvas, concepts, flowchart, mixtures
 from zeromesh.comm.mesh import Mesh
 
@@ -45,11 +44,8 @@ def test_placement_follows_the_table_of_stages() -> None:
 def test_groups_of_experts_are_those_of_a_mesh_of_eight_ranks() -> None:
     sizes = mixtures.SIZES | {"expert": mixtures.EXPERT_RANKS}
     for rank in range(8):
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
-        try:
+        with pretended_rank(rank, 8):
             mesh = Mesh(sizes, torch.device("cpu"))
-        finally:
-            dist.destroy_process_group()
         places = mixtures.places(rank)
         assert {axis: mesh.group(axis).rank for axis in places} == places
 

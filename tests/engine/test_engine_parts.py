@@ -23,7 +23,14 @@ from zeromesh.engine.initialize.place_model import TRANSFORMATIONS, Placing
 from zeromesh.engine.saving import Saves
 
 NAMES = [row.name for row in TRANSFORMATIONS]
-REPLACES_FORWARDS = ("spread sequences", "split layers", "chunk losses", "use float8")
+REPLACES_FORWARDS = (
+    "balance experts",
+    "spread sequences",
+    "split layers",
+    "share experts",
+    "chunk losses",
+    "use float8",
+)
 
 
 def test_each_row_stands_behind_the_rows_that_it_needs() -> None:
@@ -36,7 +43,7 @@ def test_each_row_stands_behind_the_rows_that_it_needs() -> None:
 def test_what_may_fail_without_a_trace_comes_first() -> None:
     atomic = [row.atomic for row in TRANSFORMATIONS]
     assert atomic == sorted(atomic, reverse=True)
-    assert TRANSFORMATIONS[0].name == "spread sequences"
+    assert NAMES[:2] == ["balance experts", "spread sequences"]
 
 
 def test_recomputation_is_the_last_to_replace_a_forward_but_compilation() -> None:
@@ -52,7 +59,9 @@ def test_ranks_agree_on_values_before_an_optimizer_takes_them() -> None:
 
 
 def test_a_row_that_needs_placed_states_finds_them_or_says_so() -> None:
-    plan: Any = SimpleNamespace(groups=[], split=None, optimizer=None, scheduler=None, model=nn.Linear(1, 1))
+    plan: Any = SimpleNamespace(
+        groups=[], split=None, experts=[], optimizer=None, scheduler=None, model=nn.Linear(1, 1)
+    )
     with pytest.raises(AssertionError, match="not placed yet"):
         Placing(plan).serve_states()
 

@@ -37,6 +37,12 @@ def build(family: str) -> Any:
     return model
 
 
+def saved_mixture(folder: Path) -> Path:
+    """Save a tiny mixture to a folder, and return it."""
+    build("mixtral").save_pretrained(folder)
+    return folder
+
+
 def loaded(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
     import transformers
 

@@ -14,7 +14,7 @@ from compare import assert_close, assert_same
 from harness import run_ranks
 from huggingface_models import token_batches
 from run import adamw, plain_step, start_engine, train_on_tokens
-from test_expert_adapters import loaded
+from test_expert_adapters import loaded, saved_mixture
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.deepspeed.fp32_weights import get_fp32_state_dict_from_zero_checkpoint
 
@@ -90,6 +90,11 @@ def plain(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 def means(ranks: Sequence[Sequence[float]]) -> list[float]:
     return [sum(step) / len(ranks) for step in zip(*ranks, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_mixture(tmp_path_factory.mktemp("mixture"))
 
 
 PAIRS = [(before, after) for before, after in product(LAYOUTS, LAYOUTS) if "one" in (before, after)]

@@ -14,7 +14,7 @@ from compare import assert_close
 from harness import run_ranks
 from huggingface_models import token_batches
 from run import adamw, configuration, optimizer_of, train_on_tokens
-from test_expert_adapters import loaded
+from test_expert_adapters import loaded, saved_mixture
 from test_expert_checkpoints import mixture
 from zeromesh.shard.optim.lamb import Lamb
 from zeromesh.shard.optim.muon import orthogonalize
@@ -151,6 +151,11 @@ def plain(kind: str, folder: Path, name: str) -> Any:
         optimizer.step()
         losses.append(loss.item())
     return losses, norm, model.state_dict()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_mixture(tmp_path_factory.mktemp("mixture"))
 
 
 CASES = [(kind, name, stage) for kind in ("stacked", "listed") for name in OPTIMIZERS for stage in (0, 1, 3)]

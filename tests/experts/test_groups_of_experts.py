@@ -5,9 +5,8 @@ from math import prod
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from harness import pretended_rank
 from zeromesh.base.axes import FOLDED, GRID
 from zeromesh.base.split import Held, Split
 from zeromesh.comm.mesh import Mesh
@@ -24,14 +23,11 @@ MESHES = [
 
 
 def groups_of(rank: int, sizes: dict[str, int]) -> tuple[list[int], list[int]]:
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
-    try:
+    with pretended_rank(rank, 8):
         mesh = Mesh(sizes, torch.device("cpu"))
         groups = mesh.group("expert"), mesh.shards_of("expert")
         assert all(group.rank == list(group._ranks or [rank]).index(rank) for group in groups)
         return tuple([*group._ranks] if group.size > 1 else [rank] for group in groups)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, Listener, wait
@@ -462,6 +462,21 @@ def close_pools() -> None:
     pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     if pid is not None:
         os.kill(pid, signal.SIGKILL)  # it has no own method to end, and would write its coverage while that is read
+
+
+@contextlib.contextmanager
+def pretended_rank(rank: int, size: int) -> Iterator[None]:
+    """Be one of so many ranks, whose messages go nowhere; a group that an earlier test has left is ended."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180, **kwargs: Any) -> list[Any]:

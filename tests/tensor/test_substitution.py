@@ -284,6 +284,11 @@ LOOKS = {
     "shard/parameters/use_order.py": "asks",
     "base/dtypes.py": "names layers",
     "shard/parameters/materialise.py": "refuses",
+    "parallel/expert/router.py": "runs the user's forward",
+    "parallel/expert/auxiliary_loss.py": "runs the user's forward",
+    "parallel/expert/place.py": "runs the user's forward",
+    "parallel/expert/stacked.py": "runs the user's forward",
+    "parallel/expert/lists.py": "runs the user's forward",
 }
 CLASSES = "Linear|Embedding|EmbeddingBag|LayerNorm|RMSNorm|MultiheadAttention|TransformerEncoderLayer"
 PATTERN = re.compile(
