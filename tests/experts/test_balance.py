@@ -282,6 +282,42 @@ def zero(module: nn.Module) -> None:
             parameter.zero_()
 
 
+class ListedLayer(nn.Module):
+    """A list of experts behind a linear router, in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(EXPERTS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.gate(x).softmax(-1).topk(TOP_K)
+        total = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows, places = torch.where(index == number)
+            total = total.index_add(0, rows, expert(x[rows]) * weights[rows, places, None])
+        return x + total
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@on_ranks(2)
+def test_rows_of_listed_experts_are_counted_once(checkpointed: bool) -> None:
+    """Where the block runs twice and its experts compute for the other rank, too."""
+    loads = []
+    for size in (1, 2):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(ListedLayer() for _ in range(LAYERS)))
+        options = {"activation_checkpointing": {"enabled": True, "targets": ["ListedLayer"]}} if checkpointed else {}
+        engine = engine_of(model, experts={"report_load": True}, mesh={"expert": size}, **options)
+        rows = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(engine.data_rank))
+        for each in rows.unbind():
+            engine.backward(engine(each).square().mean())
+            engine.step()
+        assert engine._state.balance._agreed.sum(1).tolist() == [2 * 6 * TOP_K] * LAYERS
+        loads.append(engine.expert_report())
+    assert loads[0] == loads[1]
+
+
 # Losses.
 
 Z_LOSS = 0.05

@@ -211,15 +211,17 @@ class Listener:
             return
         if router.experts.contract is Contract.SORTED:  # what was sorted does not tell which rows are padding
             rows, sizes = (*args, *kwargs.values())[:2]
-            return self._choose(router, torch.as_tensor(sizes, device=rows.device).view(1, -1), self.weights(UNTOLD))
+            if len(rows):  # else nothing was chosen, which is no token without an expert
+                self._choose(router, torch.as_tensor(sizes, device=rows.device).view(1, -1), self.weights(UNTOLD))
+            return
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         chosen = next(tensor for tensor in tensors if not tensor.is_floating_point())
         self._choose(router, chosen.detach(), self.weights(chosen.shape[:-1].numel()))
 
     def _before_expert(self, router: Router, number: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Count the rows of an expert that a loop calls, which do not tell whether they are padding."""
-        if self.counts(module):
-            rows = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        rows = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        if len(rows) and self.counts(module):
             chosen = torch.zeros(1, router.choices, dtype=torch.int64, device=rows.device)
             chosen[0, number] = rows.shape[:-1].numel()
             self._choose(router, chosen, self.weights(UNTOLD))
