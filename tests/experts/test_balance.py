@@ -318,6 +318,19 @@ def test_rows_of_listed_experts_are_counted_once(checkpointed: bool) -> None:
     assert loads[0] == loads[1]
 
 
+class Masked(nn.Sequential):
+    def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        return super().forward(x)
+
+
+def test_padding_that_nobody_tells_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_of(Masked(ListedLayer()), experts={"report_load": True})
+    with caplog.at_level("WARNING", logger="zeromesh"):
+        for _ in range(2):
+            engine(torch.randn(2, 8), attention_mask=torch.ones(2, 1))
+    assert caplog.text.count("padding counts as tokens") == 1
+
+
 # Losses.
 
 Z_LOSS = 0.05

@@ -157,25 +157,20 @@ class _First(TorchDispatchMode):
         self._inner.__exit__(*error)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        return self._choose(func, args, kwargs) if _chosen(func, args, kwargs) else func(*args, **kwargs)
+
+    def _choose(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         result = func(*args, **kwargs)
-        if _chosen(func, args, kwargs):
-            self._noted.append((func, (result[1] if isinstance(result, tuple) else result).detach().clone()))
+        self._noted.append((func, (result[1] if isinstance(result, tuple) else result).detach().clone()))
         return result
 
 
 class _Again(_First):
     """Gives noted choices back."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not _chosen(func, args, kwargs):
-            return func(*args, **kwargs)
+    def _choose(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         operator, choice = self._noted[self._next] if self._next < len(self._noted) else (None, None)
         if operator is None or operator is not func or choice is None:
             raise RuntimeError(

@@ -200,9 +200,8 @@ class Listener:
         if not self._has_told:
             self._has_told = True
             _log.warning(
-                "a router does not tell which of its tokens are the %d of attention_mask: padding is counted as tokens "
-                "in the load of experts, the selection bias and the z-loss",
-                mask.numel(),
+                "a router does not tell which tokens attention_mask leaves out: padding counts as tokens in the load "
+                "of experts, the selection bias and the z-loss"
             )
         return None
 
