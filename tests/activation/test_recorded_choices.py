@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from huggingface_models import MODELS
 from zeromesh.checkpointing import checkpoint
 from zeromesh.parallel.activation.checkpoint import checkpoint_modules, compile_forward
-from zeromesh.parallel.activation.choices import ForwardChoices, add_router, chooses, keep_choices, same_choice
+from zeromesh.parallel.activation.choices import add_router, chooses, keep_choices, same_choice, with_choices
 
 
 class Mixture(nn.Module):
@@ -83,33 +83,33 @@ def test_gradients_are_those_of_the_first_choice(way: str, recompute: str) -> No
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def remembered() -> ForwardChoices:
+def remembered() -> tuple[Any, Any]:
     router = nn.Linear(2, 2)
     add_router(router)
-    return ForwardChoices([router])
+    return with_choices([router])
 
 
 def test_values_at_the_places_of_the_first_choice_are_those_of_the_recomputed_scores() -> None:
     for name, args in {"topk": (2,), "sort": (-1, True), "max": (1,), "median": (0, True), "kthvalue": (2, 1)}.items():
         torch.manual_seed(0)
-        choices, scores = remembered(), torch.randn(5, 4)
-        with choices.first():
+        (first, again), scores = remembered(), torch.randn(5, 4)
+        with first:
             expected = getattr(torch, name)(scores, *args)
         for _ in range(2):  # of several backwards
-            with choices.again():
+            with again:
                 found = getattr(torch, name)(scores, *args)
             torch.testing.assert_close(tuple(found), tuple(expected), rtol=0, atol=0)
-        with choices.again():
+        with again:
             values, places = getattr(torch, name)(scores.flip(0) * 2, *args)
         assert torch.equal(places, expected[1])
         assert not torch.equal(values, expected[0])
 
 
 def test_a_recomputation_that_takes_another_way_is_refused() -> None:
-    choices, scores = remembered(), torch.randn(5, 4)
-    with choices.first():
+    (first, again), scores = remembered(), torch.randn(5, 4)
+    with first:
         scores.topk(2)
-    with choices.again(), pytest.raises(RuntimeError, match="must take the same way both times"):
+    with again, pytest.raises(RuntimeError, match="must take the same way both times"):
         scores.argmax(-1)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from compare import assert_close
 from harness import on_ranks
 from run import sgd, start_engine, whole_parameters
 from zeromesh.comm.mesh import Mesh
-from zeromesh.parallel.expert.auxiliary_loss import GlobalAuxiliaryLoss
+from zeromesh.parallel.expert.auxiliary_loss import LOSS, GlobalAuxiliaryLoss
+from zeromesh.parallel.expert.router import Listener
 
 EXPERTS, TOP_K, LAYERS, RATE = 4, 2, 2, 0.01
 
@@ -279,6 +282,55 @@ def zero(module: nn.Module) -> None:
             parameter.zero_()
 
 
+class ListedLayer(nn.Module):
+    """A list of experts behind a linear router, in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(EXPERTS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.gate(x).softmax(-1).topk(TOP_K)
+        total = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows, places = torch.where(index == number)
+            total = total.index_add(0, rows, expert(x[rows]) * weights[rows, places, None])
+        return x + total
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@on_ranks(2)
+def test_rows_of_listed_experts_are_counted_once(checkpointed: bool) -> None:
+    """Where the block runs twice and its experts compute for the other rank, too."""
+    loads = []
+    for size in (1, 2):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(ListedLayer() for _ in range(LAYERS)))
+        options = {"activation_checkpointing": {"enabled": True, "targets": ["ListedLayer"]}} if checkpointed else {}
+        engine = engine_of(model, experts={"report_load": True}, mesh={"expert": size}, **options)
+        rows = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(engine.data_rank))
+        for each in rows.unbind():
+            engine.backward(engine(each).square().mean())
+            engine.step()
+        assert engine._state.balance._agreed.sum(1).tolist() == [2 * 6 * TOP_K] * LAYERS
+        loads.append(engine.expert_report())
+    assert loads[0] == loads[1]
+
+
+class Masked(nn.Sequential):
+    def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        return super().forward(x)
+
+
+def test_padding_that_nobody_tells_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_of(Masked(ListedLayer()), experts={"report_load": True})
+    with caplog.at_level("WARNING", logger="zeromesh"):
+        for _ in range(2):
+            engine(torch.randn(2, 8), attention_mask=torch.ones(2, 1))
+    assert caplog.text.count("padding counts as tokens") == 1
+
+
 # Losses.
 
 Z_LOSS = 0.05
@@ -397,13 +449,12 @@ def test_fractions_of_tokens_are_those_of_the_micro_batches_so_far() -> None:
 
     mesh = Mesh({"data": 2}, torch.device("cpu"))
     group = mesh.group("world")
-    loss = GlobalAuxiliaryLoss(group, mesh.group("context"), lambda: True, lambda: True)
+    loss = GlobalAuxiliaryLoss(group, mesh.group("context"), Listener([], print, print, 0.0, float))
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 2, 2, 6, EXPERTS, generator=generator, dtype=torch.float64)  # micro-batch, rank, layer
     counts = torch.zeros(EXPERTS, dtype=torch.float64)
     for number, each in enumerate(logits):
-        loss.begin()
-        mine = loss.loss(load_balancing_loss_func, tuple(each[group.rank]), EXPERTS, TOP_K)
+        mine = loss.loss(load_balancing_loss_func, True, count(), tuple(each[group.rank]), EXPERTS, TOP_K)
         mean = group.exchange(mine.view(1)).mean()
         probabilities = each.softmax(-1).view(-1, EXPERTS)
         counts += torch.bincount(probabilities.topk(TOP_K).indices.view(-1), minlength=EXPERTS)
@@ -412,6 +463,68 @@ def test_fractions_of_tokens_are_those_of_the_micro_batches_so_far() -> None:
         if number == 0:  # one micro-batch: the model's own function, of all tokens
             whole = load_balancing_loss_func(tuple(torch.cat(list(each), 1)), EXPERTS, TOP_K)
             torch.testing.assert_close(mean, whole.double(), rtol=1e-6, atol=0)  # which rounds to fp32
+
+
+def test_the_global_loss_leaves_the_module_of_the_model_as_it_is() -> None:
+    """Another model of the class, in this forward or in another thread, computes its own loss."""
+    from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+    options = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    engine = engine_of(mixture("qwen3_moe", torch.float32, **options), experts={"auxiliary_loss": "global"})
+    other, before, found = mixture("qwen3_moe", torch.float32, **options), getattr(modeling_qwen3_moe, LOSS), []
+    expected = other(**micro_batch(0)).loss.item()
+
+    def look(*_: Any) -> None:
+        found.append((getattr(modeling_qwen3_moe, LOSS), other(**micro_batch(0)).loss.item()))
+
+    engine.module.model.layers[0].register_forward_hook(look)
+    engine(**micro_batch(1))
+    assert engine._state.balance.auxiliary._sums
+    assert found == [(before, expected)]
+
+
+def test_a_replaced_forward_has_no_global_loss() -> None:
+    model = mixture("qwen3_moe", torch.float32, output_router_logits=True)
+    model.forward = partial(type(model).forward, model)
+    with pytest.raises(ValueError, match="was replaced by another function"):
+        engine_of(model, experts={"auxiliary_loss": "global"})
+
+
+@pytest.mark.full
+def test_two_auxiliary_losses_of_a_forward_are_apart() -> None:
+    """An encoder and its decoder have a loss each, as in one process."""
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+    sizes = {"encoder_layers": 2, "decoder_layers": 2, "encoder_sparse_step": 1, "decoder_sparse_step": 1}
+    sizes |= {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    sizes |= {"d_model": 16, "vocab_size": 64, "num_experts": EXPERTS, "expert_capacity": 64, "dropout": 0.0}
+    rates = dict.fromkeys(("attention_dropout", "activation_dropout", "moe_token_dropout"), 0.0)
+    rates |= {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "router_aux_loss_coef": 0.5}
+    config = AutoConfig.for_model("nllb-moe", output_router_logits=True, **sizes, **rates)
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(config)
+    tokens = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": tokens, "labels": tokens[:, :4].contiguous()}
+    expected = copy.deepcopy(model).train()(**batch).loss.item()
+    engine = engine_of(model, experts={"auxiliary_loss": "global"})
+    assert engine(**batch).loss.item() == pytest.approx(expected, rel=1e-6)
+    assert len(engine._state.balance.auxiliary._sums) == 2
+
+
+def test_a_part_of_the_model_is_counted_as_it_is_called() -> None:
+    """Evaluation that does not call the whole model is not counted, training is."""
+    engine = engine_of(mixture("minimax_m2"))
+    train(engine, [micro_batch(0)])
+    inner, batch = engine.module.model, micro_batch(1)
+    tokens = batch["input_ids"]
+    engine.eval()
+    inner(input_ids=tokens)
+    engine.train()
+    with torch.no_grad():
+        inner(input_ids=tokens)
+    assert not engine._state.balance._sums.any()
+    engine.backward(engine.module.lm_head(inner(input_ids=tokens).last_hidden_state).square().mean())
+    assert (engine._state.balance._sums.sum(1) == tokens.numel() * TOP_K).all()
 
 
 def test_a_router_that_returns_probabilities_is_refused() -> None:

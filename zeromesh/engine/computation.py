@@ -106,14 +106,9 @@ class Computation:
         with self._computing(), self._sharded.events.unwinding(), autocast(self._mesh.device, self._precision):
             return self._model(*args, **kwargs)
 
-    @contextmanager
-    def hearing_routers(self, hears: bool) -> Iterator[None]:
+    def hearing_routers(self, hears: bool) -> AbstractContextManager[None]:
         """Count the choices of routers in this context, unless another forward makes the graph of this one."""
-        if self._balance is None:
-            yield
-            return
-        with self._balance.listener.hearing(hears):
-            yield
+        return nullcontext() if self._balance is None else self._balance.listener.hearing(hears)
 
     def method(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return another method of the model as one that may use its parameters."""

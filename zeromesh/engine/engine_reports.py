@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,10 +18,12 @@ from zeromesh.engine import reports
 from zeromesh.engine.observe.resource_bounds import COMPUTE, DISK, HOST, LINK, NETWORK, Amount, bounds
 from zeromesh.engine.state import EngineState
 from zeromesh.parallel.activation.compiled import compile_seconds
-from zeromesh.parallel.expert.balance import LayerLoad
 from zeromesh.shard.store.file_blocks import measure_bandwidth
 from zeromesh.shard.store.link import Link
 from zeromesh.shard.store.memory import empty_on
+
+if TYPE_CHECKING:
+    from zeromesh.parallel.expert.balance import LayerLoad
 
 PROBE = 64 << 20  # bytes that memory, link and disk are measured with; the network with a quarter.
 

@@ -52,23 +52,23 @@ def balance_of(plan: Plan, factor: Callable[[], float], write: Callable[[Tensor,
     except ValueError:
         if asked:
             raise
-        experts = []
-    if not experts and asked:
+        return None
+    if not experts:
+        if not asked:
+            return None
         text = f"experts.{asked[0]} is set, but no module of {type(model).__name__} has experts; leave it out"
         raise ValueError(text)
-    if not experts:
-        return None
     routers = find_routers(model, experts)
     if chosen.bias_update_rate is not None:
         _check_biases(plan, routers)
-    if chosen.z_loss and (names := [router.name for router in routers if router.module is None]):
+    if chosen.z_loss and (names := [router.experts.name for router in routers if router.module is None]):
         raise ValueError(
             f"experts.z_loss: no router beside {names[0]} has a row for each expert, whose logits it is of; set it to 0"
         )
     balance = Balance(routers, plan.mesh, chosen.bias_update_rate, chosen.z_loss, factor, write)
     if chosen.auxiliary_loss == "global":
         balance.use_global_loss(model)
-    model.register_forward_pre_hook(balance.listener.begin, with_kwargs=True)
+    balance.listener.attach(model)
     return balance
 
 

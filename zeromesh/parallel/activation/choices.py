@@ -8,7 +8,7 @@ would exchange other rows than the graph has kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
 from weakref import WeakSet
@@ -17,23 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Results: values, and where they are in the input.
 SELECTIONS = {"topk", "sort", "max", "min", "kthvalue", "mode", "median"}
-# Results are places in the input, or answers to a question about it.
-DECISIONS = {
-    "argmax",
-    "argmin",
-    "multinomial",
-    "bucketize",
-    "searchsorted",
-    "nonzero",
-    "gt",
-    "ge",
-    "lt",
-    "le",
-    "eq",
-    "ne",
-}
+"""Operators whose results are values, and where they are in the input."""
+
+_COMPARISONS = {"gt", "ge", "lt", "le", "eq", "ne"}
+DECISIONS = {"argmax", "argmin", "multinomial", "bucketize", "searchsorted", "nonzero"} | _COMPARISONS
+"""Operators whose results are places in the input, or answers to a question about it."""
 
 WORDS = ("expert", "router", "moe", "topkgate")
 """Parts of the names of classes, in lower case, that choose experts or are chosen."""
@@ -57,38 +46,22 @@ def _routes(kind: Any) -> bool:
     return any(word in kind.__name__.lower() for word in WORDS)
 
 
-class ForwardChoices:
-    """Choices of one forward: noted in ``first()``, given back in ``again()``, which may be entered several times.
-
-    Args:
-        modules: what the forward computes with; without choices in them, both contexts do nothing.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._noted: list[tuple[Any, Tensor]] | None = [] if chooses(modules) else None
-
-    def first(self) -> AbstractContextManager[Any]:
-        """Return the context of the first forward."""
-        return nullcontext() if self._noted is None else _First(self._noted)
-
-    def again(self) -> AbstractContextManager[Any]:
-        """Return the context of a recomputation. Operators raise RuntimeError where it takes another way."""
-        return nullcontext() if self._noted is None else _Again(self._noted)
-
-
-def with_choices(modules: Iterable[nn.Module], inner: Callable[[], tuple[Any, Any]] | None) -> tuple[Any, Any]:
+def with_choices(
+    modules: Iterable[nn.Module], inner: Callable[[], tuple[Any, Any]] | None = None
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the contexts of a forward and of its recomputation, for ``torch.utils.checkpoint.checkpoint``.
 
+    The second may be entered several times. Operators raise RuntimeError in it where it takes another way.
+
     Args:
-        modules: as of ``ForwardChoices``.
-        inner: returns contexts to enter inside of these, as those of selective recomputation; or None.
+        modules: what the forward computes with; without choices in them, the contexts are the inner ones alone.
+        inner: returns contexts to enter inside of these, as those of selective recomputation.
     """
-    choices = ForwardChoices(modules)
-    first, again = choices.first(), choices.again()
-    if inner is None:
+    first, again = (nullcontext(), nullcontext()) if inner is None else inner()
+    if not chooses(modules):
         return first, again
-    inner_first, inner_again = inner()
-    return _Both(first, inner_first), _Both(again, inner_again)
+    noted: list[tuple[Any, Tensor]] = []
+    return _First(noted, first), _Again(noted, again)
 
 
 def keep_choices(model: nn.Module) -> None:
@@ -146,25 +119,9 @@ _CHOOSES_AGAIN = (
 )
 
 
-class _Both:
-    """Two contexts as one, which can be entered several times."""
-
-    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
-        self._contexts = contexts
-
-    def __enter__(self) -> None:
-        with ExitStack() as stack:
-            for context in self._contexts:
-                stack.enter_context(context)
-            self._entered = stack.pop_all()
-
-    def __exit__(self, *error: Any) -> None:
-        self._entered.__exit__(*error)
-
-
 @cache
 def _name(operator: Any) -> str:
-    return str(operator.name()).rpartition("::")[2].partition(".")[0]
+    return str(operator._schema.name).rpartition("::")[2]
 
 
 def _chosen(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -187,33 +144,33 @@ class _First(TorchDispatchMode):
         """Let compiled code run as it is: what it decides is not noted."""
         return True
 
-    def __init__(self, noted: list[tuple[Any, Tensor]]) -> None:
+    def __init__(self, noted: list[tuple[Any, Tensor]], inner: AbstractContextManager[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._noted = noted
+        self._noted, self._inner, self._next = noted, inner, 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __enter__(self) -> Any:
+        self._next = 0
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        return self._choose(func, args, kwargs) if _chosen(func, args, kwargs) else func(*args, **kwargs)
+
+    def _choose(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         result = func(*args, **kwargs)
-        if _chosen(func, args, kwargs):
-            self._noted.append((func, (result[1] if isinstance(result, tuple) else result).detach().clone()))
+        self._noted.append((func, (result[1] if isinstance(result, tuple) else result).detach().clone()))
         return result
 
 
 class _Again(_First):
     """Gives noted choices back."""
 
-    def __enter__(self) -> Any:
-        self._next = 0
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not _chosen(func, args, kwargs):
-            return func(*args, **kwargs)
+    def _choose(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         operator, choice = self._noted[self._next] if self._next < len(self._noted) else (None, None)
         if operator is None or operator is not func or choice is None:
             raise RuntimeError(

@@ -10,12 +10,15 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zeromesh.comm.collectives import Group
+from zeromesh.parallel.expert.router import Listener
 from zeromesh.parallel.follow.activation_parts import replace_forward
 
 TAG = 10  # on the group of a stage
@@ -32,14 +35,11 @@ class GlobalAuxiliaryLoss:
     number of ranks: the mean over ranks is the loss of one process.
     """
 
-    def __init__(
-        self, group: Group, context: Group, first_time: Callable[[], bool], trains: Callable[[], bool]
-    ) -> None:
-        self._group, self._context, self._first_time, self._trains = group, context, first_time, trains
+    def __init__(self, group: Group, context: Group, listener: Listener) -> None:
+        self._group, self._context, self._listener = group, context, listener
         # By number of the call within a forward, as an encoder and its decoder have a loss each:
         self._sums: dict[int, Tensor] = {}  # choices of each expert and tokens since the last update, of all ranks
         self._tokens: dict[int, Tensor] = {}  # of the last forward
-        self._calls = 0
         self._has_looked = False  # at the first logits
 
     def install(self, model: nn.Module) -> None:
@@ -61,53 +61,56 @@ class GlobalAuxiliaryLoss:
             )
         for module, function in owners.items():
             _require_definition(function.__globals__[LOSS])
+            if "forward" in vars(module):
+                raise ValueError(
+                    f'experts.auxiliary_loss is "global", but the forward of this {type(module).__name__} was replaced '
+                    "by another function; leave the key out, or give zeromesh.initialize the model as it was"
+                )
+            _with_loss(type(module).forward, function.__globals__[LOSS])  # raises if that cannot be done
             run = torch.compiler.disable(GlobalAuxiliaryLoss._run)
-            replace_forward(module, partial(run, self, module.forward, function))
+            replace_forward(module, partial(run, self, module.forward, function.__globals__[LOSS]))
 
     def restart(self) -> None:
         """Count anew: an update is over."""
         self._sums = {}
 
-    def begin(self) -> None:
-        """Number calls of the loss anew: a forward begins."""
-        self._calls = 0
-
     def __deepcopy__(self, memo: dict[int, Any]) -> GlobalAuxiliaryLoss:
         """Return the loss of a copy of the model, which computes its own: other ranks may have no copy."""
         loss = memo[id(self)] = copy.copy(self)
-        loss._trains = bool  # False
+        loss._listener = copy.deepcopy(self._listener, memo)
         return loss
 
-    def _run(self, forward: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a model's forward, whose ``function`` finds this loss under the name of its own."""
-        if not self._trains():  # ranks may evaluate different numbers of batches, and do not wait for each other
+    def _run(self, forward: Any, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run a model's forward, which finds this loss under the name of ``original``."""
+        module = forward.__self__
+        # Ranks may evaluate different numbers of batches, and do not wait for each other.
+        if self._listener.is_copy or not self._listener.trains(module):
             return forward(*args, **kwargs)
-        self.begin()
-        names = function.__globals__
-        before = names[LOSS]
-        names[LOSS] = partial(self.loss, before)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            names[LOSS] = before
+        loss = partial(self.loss, original, self._listener.counts(module), count())
+        return _with_loss(type(module).forward, loss)(module, *args, **kwargs)
 
     def loss(
         self,
         original: Callable[..., Any],
+        is_first: bool,
+        calls: Iterator[int],
         gate_logits: Any,
         num_experts: int | None = None,
         top_k: int = 2,
         attention_mask: Tensor | None = None,
     ) -> Any:
-        """Return the loss; see the model's own function for the arguments. Collective."""
+        """Return the loss: call ``next(calls)`` of a forward, which runs for the first time or again. Collective.
+
+        See the model's own function, ``original``, for the other arguments.
+        """
         if not isinstance(gate_logits, tuple) or num_experts is None:
             return original(gate_logits, num_experts, top_k, attention_mask)
         if not self._has_looked:
             self._has_looked = True
             _require_logits(gate_logits)
         counts, probabilities, tokens = _sums(gate_logits, num_experts, top_k, attention_mask)
-        call, self._calls = self._calls, self._calls + 1
-        if self._first_time():
+        call = next(calls)
+        if is_first:
             sums = torch.cat([counts, tokens.view(1)])
             self._group.all_reduce(sums, TAG)
             self._tokens[call] = sums[-1]
@@ -159,6 +162,25 @@ def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
         code = getattr(function, "__code__", None)
         if LOSS in getattr(code, "co_names", ()) and LOSS in function.__globals__:
             yield module, function
+
+
+def _with_loss(function: Any, loss: Callable[..., Any]) -> Any:
+    """Return a copy of a forward that finds ``loss`` under the name of its own: the model's module stays as it is.
+
+    Decorators around the forward are copied with it. Raise ValueError for one that is no function.
+    """
+    names, cells = getattr(function, "__globals__", {}), getattr(function, "__closure__", None) or ()
+    inner = getattr(function, "__wrapped__", None)
+    if not isinstance(function, FunctionType) or (inner and not any(cell.cell_contents is inner for cell in cells)):
+        raise ValueError(f'experts.auxiliary_loss is "global", but {function} hides the forward that calls {LOSS}()')
+    if inner is None:
+        names = {**names, LOSS: loss}
+    else:
+        copied = CellType(_with_loss(inner, loss))
+        cells = tuple(copied if cell.cell_contents is inner else cell for cell in cells)
+    result = FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
+    result.__kwdefaults__ = function.__kwdefaults__
+    return result
 
 
 def _adds_loss(module: nn.Module) -> bool:

@@ -69,17 +69,14 @@ class Balance:
         # Whole numbers, but for the squares: their sum is the same in any order. One row a layer: choices of each
         # expert, choices of none, tokens, squares.
         self._sums = torch.zeros(len(self.routers), self._choices + 3, dtype=torch.float64, device=mesh.device)
-        self._rows = {router.name: row for router, row in zip(routers, self._sums, strict=True)}
+        self._rows = {router.experts.name: row for router, row in zip(routers, self._sums, strict=True)}
         self._agreed = torch.zeros_like(self._sums)  # of all ranks, of the last update
         self._seen: dict[str, Tensor] = {}  # selection biases that are parameters, as this update computes with them
 
     def use_global_loss(self, model: nn.Module) -> None:
         """Let a model take the auxiliary loss of the global batch; see ``GlobalAuxiliaryLoss.install``."""
-        listener = self.listener
-        groups = self._mesh.group("stage"), self._mesh.group("context")
-        loss = GlobalAuxiliaryLoss(*groups, lambda: listener.counts, lambda: listener.trains)
-        loss.install(model)
-        self.auxiliary = loss
+        self.auxiliary = GlobalAuxiliaryLoss(self._mesh.group("stage"), self._mesh.group("context"), self.listener)
+        self.auxiliary.install(model)
 
     def complete(self) -> None:
         """Add up the counts of all ranks since the last update, in one message. Collective."""
@@ -125,7 +122,7 @@ class Balance:
             if not total + other:
                 continue
             shares = counts / max(total, 1.0)
-            loads[router.name] = LayerLoad(
+            loads[router.experts.name] = LayerLoad(
                 load=(shares * router.choices).tolist(),
                 entropy=float(torch.special.entr(shares).sum()) / log(max(router.choices, 2)),
                 dropped=other / (total + other),
@@ -146,12 +143,12 @@ class Balance:
 
     def _choose(self, router: Router, chosen: Tensor, present: Tensor | None) -> None:
         """Count the choices of a call, see ``Listener``."""
-        sums, choices = self._rows[router.name], self._choices
+        sums, choices = self._rows[router.experts.name], self._choices
         flat = chosen.reshape(-1, chosen.shape[-1])
         weights = torch.ones(len(flat), 1, dtype=sums.dtype, device=sums.device)
         if present is not None:  # a column, which is spread over the choices of a token and not over the experts
             weights = present.to(sums).view(-1, 1)
-        if router.contract is not Contract.ROUTED and flat.shape[1] == router.choices:
+        if router.experts.contract is not Contract.ROUTED and flat.shape[1] == router.choices:
             each = flat.to(sums) * weights
             sums[: router.choices] += each.sum(0)
             sums[choices + OTHER] += (weights * (flat.sum(1, keepdim=True) == 0)).sum()
@@ -166,6 +163,6 @@ class Balance:
                 self._seen[bias.name] = tensor.detach().clone()
 
     def _note_squares(self, router: Router, squares: Tensor, tokens: Any) -> None:
-        sums = self._rows[router.name]
+        sums = self._rows[router.experts.name]
         sums[self._choices + SQUARES] += squares
         sums[self._choices + TOKENS] += tokens

@@ -10,7 +10,7 @@ import copy
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ _log = logging.getLogger("zeromesh")
 BIAS = re.compile(r"(^|_)(score_correction|expert)_bias$")
 """Names that families give a bias which is added to the scores for the choice, and not to the weights."""
 
+UNTOLD = -1  # tokens of a call whose rows are sorted by expert, which does not tell which of them are padding
 PRODUCTS = {functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, torch.addmm}
 
 
@@ -54,17 +55,13 @@ class Router:
     """Router of the experts of one layer.
 
     Attributes:
-        name: of the experts.
-        experts: their module.
-        contract: what the experts are called with, from which their choices are known.
+        experts: of the layer, from whose calls their choices are known.
         choices: E, numbers that a choice may be: experts, and identity experts beyond them.
         module: computes the logits; None where no module beside the experts has a row for each.
         bias: None where the choice follows from the scores alone.
     """
 
-    name: str
-    experts: nn.Module
-    contract: Contract
+    experts: Experts
     choices: int
     module: nn.Module | None
     bias: SelectionBias | None
@@ -99,7 +96,7 @@ def find_routers(model: nn.Module, experts: Sequence[Experts]) -> list[Router]:
         bias = biases[0] if len(biases) == 1 and not others else None
         router = _outermost(rows[0], parent, modules) if rows else None
         choices = bias.tensor.numel() if bias is not None else each.count + each.beyond
-        routers.append(Router(each.name, each.module, each.contract, choices, router, bias))
+        routers.append(Router(each, choices, router, bias))
     return routers
 
 
@@ -132,20 +129,22 @@ class Listener:
         z_loss: float,
         factor: Callable[[], float],
     ) -> None:
-        self.is_paused = False  # forwards are not heard: their graph is made by another one
+        self.is_copy = False  # of a model's, which nobody trains
+        self._is_paused = False  # forwards are not heard: their graph is made by another one
         self.z_loss, self.factor = z_loss, factor
         self._choose, self._note_squares = choose, note_squares
-        self.trains = False  # the forward under way is one in training
-        self._weights: Tensor | None = None  # which of its tokens are no padding, (B, S)
+        self._trains: bool | None = None  # the model's forward under way is one in training; None outside of one
+        self._mask: Tensor | None = None  # which of its tokens are no padding, (B, S)
         self._has_told = False  # that padding cannot be told
         heard: set[int] = set()  # routers, which several modules of experts may share
         for router in routers:
+            experts, contract = router.experts.module, router.experts.contract
             tells = False  # the router's result shows its choice
-            if router.contract in (Contract.ROUTED, Contract.SORTED):
+            if contract in (Contract.ROUTED, Contract.SORTED):
                 hear = partial(torch.compiler.disable(Listener._before_experts), self, router)
-                router.experts.register_forward_pre_hook(hear, with_kwargs=True)
-            elif router.contract is Contract.LISTED and isinstance(router.module, nn.Linear | None):
-                for number, expert in enumerate(router.experts.children()):
+                experts.register_forward_pre_hook(hear, with_kwargs=True)
+            elif contract is Contract.LISTED and isinstance(router.module, nn.Linear | None):
+                for number, expert in enumerate(experts.children()):
                     call = partial(torch.compiler.disable(Listener._before_expert), self, router, number)
                     expert.register_forward_pre_hook(call, with_kwargs=True)
             else:
@@ -158,75 +157,89 @@ class Listener:
     def __deepcopy__(self, memo: dict[int, Any]) -> Listener:
         """Return a listener of a copy of the model, whose choices are not counted: it is trained by nobody."""
         listener = memo[id(self)] = copy.copy(self)
-        listener.is_paused = True
+        listener.is_copy = True
         return listener
 
-    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take in the inputs of a model's forward: a pre-hook of it."""
-        self.trains = model.training and torch.is_grad_enabled()
-        mask = named_arguments(type(model), args, kwargs).get("attention_mask")
-        self._weights = mask.detach() != 0 if isinstance(mask, Tensor) and mask.ndim == 2 else None
+    def attach(self, model: nn.Module) -> None:
+        """Take in the inputs of a model's forwards, by hooks."""
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.register_forward_hook(self._end, always_call=True)
 
-    @property
-    def counts(self) -> bool:
-        """True in a forward in training that runs for the first time."""
-        # What is computed again is computed by autograd, whose backward runs in this thread.
-        return self.trains and not self.is_paused and not rehearsing() and torch._C._current_graph_task_id() == -1
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._trains = model.training and torch.is_grad_enabled()
+        mask = named_arguments(type(model), args, kwargs).get("attention_mask")
+        self._mask = mask.detach() != 0 if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+    def _end(self, *_: Any) -> None:
+        self._trains = None
+
+    def trains(self, module: nn.Module) -> bool:
+        """Return whether a forward of a module is one in training, or is recomputed for one."""
+        # A checkpoint runs a part of a forward without gradients, so that the whole one decides, if it was called.
+        return module.training and torch.is_grad_enabled() if self._trains is None else self._trains
+
+    def counts(self, module: nn.Module) -> bool:
+        """Return whether a forward of a module is one in training that runs for the first time."""
+        is_heard = not (self._is_paused or self.is_copy or rehearsing() or _recomputes())
+        return is_heard and self.trains(module)
 
     @contextmanager
     def hearing(self, hears: bool) -> Iterator[None]:
         """Hear routers in this context, or do not."""
-        before, self.is_paused = self.is_paused, not hears
+        before, self._is_paused = self._is_paused, not hears
         try:
             yield
         finally:
-            self.is_paused = before
+            self._is_paused = before
 
     def weights(self, tokens: int) -> Tensor | None:
         """Return which of a router's tokens are no padding, (T,); None if all count, or nobody can tell."""
-        if self._weights is None or self._weights.numel() == tokens:
-            return None if self._weights is None else self._weights.reshape(-1)
+        mask = None if self._trains is None and not _recomputes() else self._mask
+        if mask is None or mask.numel() == tokens:
+            return None if mask is None else mask.reshape(-1)
         if not self._has_told:
             self._has_told = True
             _log.warning(
-                "a router has %d tokens, and attention_mask %d: padding is counted as tokens in the load of experts, "
-                "the selection bias and the z-loss",
-                tokens,
-                self._weights.numel(),
+                "a router does not tell which tokens attention_mask leaves out: padding counts as tokens in the load "
+                "of experts, the selection bias and the z-loss"
             )
         return None
 
     def _before_experts(self, router: Router, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
-        if not self.counts:
+        if not self.counts(module):
             return
-        if router.contract is Contract.SORTED:  # what was sorted does not tell which rows are padding
+        if router.experts.contract is Contract.SORTED:  # what was sorted does not tell which rows are padding
             rows, sizes = (*args, *kwargs.values())[:2]
-            return self._choose(router, torch.as_tensor(sizes, device=rows.device).view(1, -1), None)
+            if len(rows):  # else nothing was chosen, which is no token without an expert
+                self._choose(router, torch.as_tensor(sizes, device=rows.device).view(1, -1), self.weights(UNTOLD))
+            return
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         chosen = next(tensor for tensor in tensors if not tensor.is_floating_point())
         self._choose(router, chosen.detach(), self.weights(chosen.shape[:-1].numel()))
 
     def _before_expert(self, router: Router, number: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Count the rows of an expert that a loop calls, which do not tell whether they are padding."""
-        if self.counts:
-            rows = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        rows = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        if len(rows) and self.counts(module):
             chosen = torch.zeros(1, router.choices, dtype=torch.int64, device=rows.device)
             chosen[0, number] = rows.shape[:-1].numel()
-            self._choose(router, chosen, None)
+            self._choose(router, chosen, self.weights(UNTOLD))
 
     def _run(self, router: Router, forward: Callable[..., Any], tells: bool, /, *args: Any, **kwargs: Any) -> Any:
         """Run a router: its logits get the gradient of the z-loss, and its result tells the choice."""
-        if not self.trains or rehearsing():
+        module = router.module
+        assert module is not None
+        if not self.trains(module) or rehearsing():
             return forward(*args, **kwargs)
-        with _Logits(router.choices, partial(self._with_z_loss, router) if self.z_loss else None):
+        with _Logits(router.choices, partial(self._with_z_loss, router, module)) if self.z_loss else nullcontext():
             result = forward(*args, **kwargs)
-        if tells and self.counts and (chosen := _choice(result, router.choices)) is not None:
+        if tells and self.counts(module) and (chosen := _choice(result, router.choices)) is not None:
             self._choose(router, chosen, self.weights(chosen.shape[:-1].numel()))
         return result
 
-    def _with_z_loss(self, router: Router, logits: Tensor) -> Tensor:
+    def _with_z_loss(self, router: Router, module: nn.Module, logits: Tensor) -> Tensor:
         weights = self.weights(logits.shape[:-1].numel())
-        if self.counts:
+        if self.counts(module):
             squares = logits.detach().double().logsumexp(-1).square().view(-1)
             if weights is not None:
                 squares = squares * weights
@@ -236,6 +249,11 @@ class Listener:
         result = _ZLoss.apply(logits, weights, self.z_loss, self.factor)  # type: ignore[no-untyped-call]
         assert isinstance(result, Tensor)
         return result
+
+
+def _recomputes() -> bool:
+    """Return whether autograd computes a forward again, whose backward runs in this thread."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _choice(result: Any, choices: int) -> Tensor | None:
@@ -255,9 +273,10 @@ def _choice(result: Any, choices: int) -> Tensor | None:
 class _Logits(TorchFunctionMode):
     """Replaces the first product with a column for each expert in this context by ``then`` of it."""
 
-    def __init__(self, choices: int, then: Callable[[Tensor], Tensor] | None) -> None:
+    def __init__(self, choices: int, then: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self._choices, self._then = choices, then
+        self._choices = choices
+        self._then: Callable[[Tensor], Tensor] | None = then
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -15,7 +15,6 @@ from zeromesh.base.buffer_memory import BufferMemory
 from zeromesh.base.linear_arithmetic import Kept
 from zeromesh.base.randomness import drawing_from, random_state
 from zeromesh.comm.collectives import Group, Pending
-from zeromesh.parallel.activation.choices import ForwardChoices
 from zeromesh.parallel.pipeline.runtime.record import Recorder
 from zeromesh.parallel.pipeline.runtime.stage import Handed, Header, Stages, TensorForm
 from zeromesh.parallel.pipeline.schedule.actions import BACKWARDS, LAST, Action, Kind, Schedule, ScheduleError
@@ -220,7 +219,7 @@ class _Running:
         self._sent: dict[Place, Sequence[Pending]] = {}
         self._random: dict[Place, Sequence[Tensor]] = {}
         self._buffers: dict[Place, BufferMemory] = {}
-        self._choices: dict[Place, ForwardChoices] = {}
+        self._choices: dict[Place, Sequence[AbstractContextManager[Any]]] = {}  # of a forward, and of its repetition
         # Operands of weight gradients: those of the forward become due with the backward of the input.
         self._operands: dict[Place, Kept | None] = {}
         self._due: dict[Place, Kept] = {}
@@ -254,7 +253,7 @@ class _Running:
         has_header = self._key(stage + 1, microbatch) in self._headers
         # What passes on depends on parameters, which is seen where there are graphs.
         graph = (torch.is_grad_enabled() and not again) or (not has_header and stage < self._last)
-        with torch.set_grad_enabled(graph), self._choices[place].first() if again else nullcontext():
+        with torch.set_grad_enabled(graph), self._choices[place][0] if again else nullcontext():
             result = self._compute(stage, microbatch, trains=self._trains and not again)
             if stage == self._last:
                 self.losses[microbatch] = result.detach()
@@ -287,9 +286,9 @@ class _Running:
 
     def _recompute(self, stage: int, microbatch: int) -> None:
         """Run the forward again, with the same random numbers, buffers and choices, for its graph."""
-        choices = self._choices[stage, microbatch]
-        with drawing_from(self._random[stage, microbatch], self._messages.device), choices.again():
-            self._compute(stage, microbatch, trains=True, again=self._buffers[stage, microbatch])
+        place = stage, microbatch
+        with drawing_from(self._random[place], self._messages.device), self._choices[place][1]:
+            self._compute(stage, microbatch, trains=True, again=self._buffers[place])
 
     def _take(self, stage: int, microbatch: int) -> Handed:
         """Return the outputs of the stage before."""

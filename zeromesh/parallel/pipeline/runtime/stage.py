@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from torch.utils import swap_tensors
 from zeromesh.base.buffer_memory import BufferMemory
 from zeromesh.base.containers import map_tensors, tensors_of
 from zeromesh.base.in_place import version
-from zeromesh.parallel.activation.choices import ForwardChoices
+from zeromesh.parallel.activation.choices import with_choices
 from zeromesh.parallel.pipeline.runtime.elsewhere import Parameters, counting, counts
 from zeromesh.parallel.pipeline.runtime.outlines import imitate, outline
 from zeromesh.parallel.pipeline.schedule.partition import inner
@@ -99,9 +99,9 @@ class Stages:
         """Return the buffers of the model before a forward that will run again."""
         return BufferMemory(self._model.modules())
 
-    def choices(self) -> ForwardChoices:
-        """Return the memory of what is chosen in a forward that will run again, as the experts of tokens."""
-        return ForwardChoices(self._model.modules())
+    def choices(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Return contexts of a forward and its recomputation, which takes what was chosen, as the experts of tokens."""
+        return with_choices(self._model.modules())
 
     def run(
         self,
