@@ -66,7 +66,7 @@ def __getattr__(name: str) -> Any:
         return lambda group_name=None: _ANSWERS[end](kind if _is_size(group_name) else "")
     if kind in AXES:
         return lambda: _ANSWERS[end](kind)
-    if kind.startswith("expert_") and kind.endswith(("model_parallel", "tensor_parallel")):
+    if end in _OF_ONE and kind in ("expert_model_parallel", "expert_tensor_parallel"):
         return lambda group_name=None: _OF_ONE[end]  # each expert is whole on one rank
     raise AttributeError(f"groups has no {name!r}; it has get_X_Y, X of {', '.join(AXES)}, Y of {', '.join(_ANSWERS)}")
 
