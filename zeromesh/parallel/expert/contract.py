@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from zeromesh.base.in_place import version
 from zeromesh.base.split import Split
 
 TOKENS = 6  # of the call that proves ROUTED
@@ -110,6 +111,8 @@ class Form:
             try:
                 expected, actual = getattr(proof, f"{self.contract.name.lower()}_results")(width)
                 largest, difference = float(expected.abs().max()), float((expected - actual).abs().max())
+            except _BufferError as error:
+                return str(error)
             except Exception as error:  # a width that is not the module's, or a forward that takes something else
                 objections.append(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
                 continue
@@ -119,13 +122,17 @@ class Form:
         return next(iter(objections), "it has no parameters")
 
 
+class _BufferError(Exception):
+    """Experts that change their state as they compute."""
+
+
 class _Proof:
     """A module without hooks, on random values, that computes with any range of its experts."""
 
     def __init__(self, form: Form, module: nn.Module, ranks: int) -> None:
         # A contract says the same for any number of experts, so that few stand for many large ones.
         large = sum(p.numel() for p in module.parameters()) > LARGE
-        self.form, self.count = form, min(form.count, 4) if large else form.count
+        self.form, self.ranks, self.count = form, ranks, min(form.count, 4) if large else form.count
         self.part = self.count // ranks if self.count % ranks == 0 else max(1, self.count // 2)
         self.starts = sorted({0, self.count - self.part})  # the first rank's experts, and the last one's
         tensors: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
@@ -161,6 +168,9 @@ class _Proof:
             part = values[name][start * rows : (start + length) * rows]
             values[name] = torch.cat([part, values[name][-behind:]]) if behind else part
         result: Tensor = functional_call(self.module, values, inputs)
+        changed = [name for name, _ in self.module.named_buffers() if version(values[name])]
+        if changed and self.ranks > 1:
+            raise _BufferError(f"it writes to its buffer {changed[0]}, of which each rank would have other values")
         return result
 
     def _random(self, *shape: int) -> Tensor:
