@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -49,6 +50,21 @@ class OverTokens(Stacked):
         return super().forward(hidden, index, weights) - hidden.mean(0)
 
 
+class OverRows(Stacked):
+    def compute(self, rows: torch.Tensor, expert: int, weights: torch.Tensor) -> torch.Tensor:
+        return super().compute(rows - rows.mean(0) if len(rows) > 1 else rows, expert, weights)
+
+
+class Counting(Stacked):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.lock = nn.Buffer(torch.zeros(())), None
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(hidden, index, weights)
+
+
 class OverExperts(Stacked):
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return super().forward(hidden / self.up.norm(), index, weights)
@@ -67,6 +83,11 @@ class Einsum(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.einsum("erf,efh->erh", torch.einsum("erh,ehf->erf", rows, self.up).relu(), self.down)
+
+
+class OverEinsum(Einsum):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows - rows.mean(1, keepdim=True))
 
 
 class Layer(nn.Module):
@@ -131,6 +152,15 @@ def test_a_dense_model_on_one_rank_has_no_experts() -> None:
     assert find_experts(nn.Sequential(nn.Linear(4, 4)), (), 1) == []
 
 
+def test_a_search_on_one_rank_leaves_buffers_alone_and_minds_what_cannot_be_copied() -> None:
+    model = Layer(Counting())
+    assert [item.name for item in find_experts(model, (), 1)] == ["experts"]
+    assert model.experts.calls == 0
+    model.experts.lock = threading.Lock()
+    with pytest.raises(ValueError, match=r"experts \(Counting\): as routed: TypeError: cannot pickle"):
+        find_experts(model, (), 1)
+
+
 def tied() -> nn.Module:
     model = Layer(of_list(4, 4))
     model.experts[1].weight = model.experts[0].weight
@@ -168,6 +198,9 @@ REFUSED = {
         2,
         r"experts \(OverTokens\): as routed: some of its experts alone",
     ),
+    "over rows": (lambda: Layer(OverRows()), (), 2, "compute something else"),
+    "over stacked rows": (lambda: Layer(OverEinsum()), (), 2, "compute something else"),
+    "buffers": (lambda: Layer(Counting()), (), 2, "it writes to its buffer calls"),
     "over experts": (lambda: Layer(OverExperts()), (), 2, "compute something else"),
     "weights inside": (lambda: Layer(WeightsInside()), (), 2, "compute something else"),
     "no capacity": (without_capacity, (), 2, "router.expert_capacity is 0"),

@@ -50,7 +50,8 @@ REMEDIES: Mapping[str, str] = {
     "to generate, on all ranks.",
     "save": "All ranks take part in a save: call it on every rank, not under `if rank == 0:`.",
     "load": "All ranks take part in loading: call it on every rank, not under `if rank == 0:`.",
-    "state_dict()": "All ranks take part: call it on every rank, not under `if rank == 0:`.",
+    "state_dict()": "All ranks take part: call it on every rank, not under `if rank == 0:`; to write the model, call "
+    "engine.save_16bit_model(folder) on every rank.",
     "eval_batch()": _EVALUATION,
     EVALUATES: _EVALUATION,
 }

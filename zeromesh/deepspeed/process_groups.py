@@ -66,7 +66,7 @@ def __getattr__(name: str) -> Any:
         return lambda group_name=None: _ANSWERS[end](kind if _is_size(group_name) else "")
     if kind in AXES:
         return lambda: _ANSWERS[end](kind)
-    if kind.startswith("expert_") and kind.endswith(("model_parallel", "tensor_parallel")):
+    if end in _OF_ONE and kind in ("expert_model_parallel", "expert_tensor_parallel"):
         return lambda group_name=None: _OF_ONE[end]  # each expert is whole on one rank
     raise AttributeError(f"groups has no {name!r}; it has get_X_Y, X of {', '.join(AXES)}, Y of {', '.join(_ANSWERS)}")
 
@@ -74,14 +74,14 @@ def __getattr__(name: str) -> Any:
 _OF_ONE = {"world_size": 1, "rank": 0}
 
 
-def _expert_size() -> int:
+def _get_max_expert_size() -> int:
     engine = newest_engine()
     return 1 if engine is None else int(engine.mesh.sizes["expert"])
 
 
 def _is_size(group_name: str | None) -> bool:
     """Return True if it is the name of the groups of experts; raise ValueError if it is another one."""
-    if group_name not in (None, name := f"ep_size_{_expert_size()}"):
+    if group_name not in (None, name := _get_max_expert_size_name()):
         raise ValueError(
             f"there are no groups {group_name!r} of experts, but {name!r}: all experts are shared by the ranks of "
             "mesh.expert, which is the ep_size of the MoE layers unless the configuration says it; ask after initialize"
@@ -89,12 +89,8 @@ def _is_size(group_name: str | None) -> bool:
     return True
 
 
-def _get_max_expert_size() -> int:
-    return _expert_size()
-
-
 def _get_max_expert_size_name() -> str:
-    return f"ep_size_{_expert_size()}"
+    return f"ep_size_{_get_max_expert_size()}"
 
 
 def _get_expert_parallel_group_dict() -> dict[str, Any]:

@@ -9,17 +9,20 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import accumulate, product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from zeromesh.base.in_place import version
 from zeromesh.base.split import Split
 
 TOKENS = 6  # of the call that proves ROUTED
 LARGE = 1 << 26  # elements of experts above which four of them are computed
 PERIOD = 65_537  # random values, which fill large weights many times; a prime, so that rows differ
+DIFFERENT = "some of its experts alone, or of their rows, compute something else"
 TOLERANCE = 1e-3  # of the largest result; what breaks a contract changes results as such
 
 
@@ -57,6 +60,7 @@ class Experts:
         caller: name of the module whose forward calls the experts: ``name`` itself, but for most LISTED.
         choices: columns that the index of ROUTED needs: 2 where its forward fails with one choice of each row; the
             second may be any expert, of weight 0.
+        mixes: whether an expert of LISTED mixes the rows of a call, so that owners compute each call by itself.
     """
 
     name: str
@@ -68,6 +72,7 @@ class Experts:
     sizes: Mapping[tuple[str, str], int] = field(default_factory=dict)
     caller: str = ""
     choices: int = 1
+    mixes: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,19 +102,28 @@ class Form:
             module: its parameters may be deferred: they are replaced by random values, in fp32 on their device.
             ranks: that share the experts.
         """
-        proof = _Proof(self, module, ranks)
+        try:
+            proof = _Proof(self, module, ranks)
+        except Exception as error:  # of a copy
+            return f"{type(error).__name__}: {error}"
         objections = []
         for width in sorted({size for p in module.parameters() for size in p.shape[-2:]}, reverse=True):
             try:
                 expected, actual = getattr(proof, f"{self.contract.name.lower()}_results")(width)
+                largest, difference = float(expected.abs().max()), float((expected - actual).abs().max())
+            except _BufferError as error:
+                return str(error)
             except Exception as error:  # a width that is not the module's, or a forward that takes something else
                 objections.append(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
                 continue
-            largest, difference = float(expected.abs().max()), float((expected - actual).abs().max())
             if 0 < largest < math.inf and difference < TOLERANCE * largest:
                 return ""
-            objections.insert(0, "some of its experts alone compute something else")
+            objections.insert(0, DIFFERENT)
         return next(iter(objections), "it has no parameters")
+
+
+class _BufferError(Exception):
+    """Experts that change their state as they compute."""
 
 
 class _Proof:
@@ -118,7 +132,7 @@ class _Proof:
     def __init__(self, form: Form, module: nn.Module, ranks: int) -> None:
         # A contract says the same for any number of experts, so that few stand for many large ones.
         large = sum(p.numel() for p in module.parameters()) > LARGE
-        self.form, self.count = form, min(form.count, 4) if large else form.count
+        self.form, self.ranks, self.count = form, ranks, min(form.count, 4) if large else form.count
         self.part = self.count // ranks if self.count % ranks == 0 else max(1, self.count // 2)
         self.starts = sorted({0, self.count - self.part})  # the first rank's experts, and the last one's
         tensors: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
@@ -128,6 +142,7 @@ class _Proof:
                 setattr(inner, hooks, OrderedDict())
         self.values = {name: self._value(name, p) for name, p in module.named_parameters()}
         self.device = next(iter(self.values.values())).device
+        self.values |= {name: self._buffer(b) for name, b in module.named_buffers()}
 
     def _value(self, name: str, parameter: nn.Parameter) -> Tensor:
         shape: list[int] = [*parameter.shape]
@@ -138,6 +153,12 @@ class _Proof:
         drawn = torch.randn(PERIOD, device=device) / math.sqrt(max(shape[-1:], default=1))
         return drawn.repeat(-(-math.prod(shape) // PERIOD))[: math.prod(shape)].view(shape)
 
+    def _buffer(self, buffer: Tensor) -> Tensor:
+        """Return a copy that may be written to; random, where it may have a row for each expert."""
+        if buffer.is_floating_point() and self.form.count in buffer.shape[:1]:
+            return torch.randn(self.count, *buffer.shape[1:], device=self.device)
+        return torch.zeros_like(buffer, device=self.device) if buffer.is_meta else buffer.detach().clone()
+
     def __call__(self, start: int, length: int, *inputs: Any) -> Tensor:
         """Return what the module computes with the experts ``[start, start + length)``."""
         for (path, attribute), size in self.form.sizes.items():
@@ -147,6 +168,9 @@ class _Proof:
             part = values[name][start * rows : (start + length) * rows]
             values[name] = torch.cat([part, values[name][-behind:]]) if behind else part
         result: Tensor = functional_call(self.module, values, inputs)
+        changed = [name for name, _ in self.module.named_buffers() if version(values[name])]
+        if changed and self.ranks > 1:
+            raise _BufferError(f"it writes to its buffer {changed[0]}, of which each rank would have other values")
         return result
 
     def _random(self, *shape: int) -> Tensor:
@@ -159,11 +183,12 @@ class _Proof:
         numbers += [self.count] * min(self.form.beyond, 1)
         chosen = [[numbers[(2 * t + k) % len(numbers)] for k in range(2)] for t in range(TOKENS)]
         index, actual = torch.tensor(chosen, device=self.device), torch.zeros_like(hidden)
-        for start in self.starts:
+        half = torch.arange(TOKENS, device=self.device)[:, None] < TOKENS // 2
+        for start, tokens in product(self.starts, (half, ~half)):
             here = (index >= start) & (index < start + self.part)
             if start == 0:
                 here |= index >= self.count
-            token, choice = here.nonzero(as_tuple=True)
+            token, choice = (here & tokens).nonzero(as_tuple=True)
             local = index[token, choice]
             local = torch.where(local < self.count, local - start, local - self.count + self.part)
             columns = local[:, None].repeat(1, self.form.choices)
@@ -176,12 +201,13 @@ class _Proof:
     def sorted_results(self, width: int) -> tuple[Tensor, Tensor]:
         """Return the module's results for rows of all experts, and those of ranks for rows of theirs."""
         sizes = [1 + expert % 2 for expert in range(self.count)]
-        rows = self._random(sum(sizes), width)
-        expected, actual = [], []
-        for start in self.starts:
-            here, first = sizes[start : start + self.part], sum(sizes[:start])
-            expected.append(self(0, self.count, rows, sizes)[first : first + sum(here)])
-            actual.append(self(start, self.part, rows[first : first + sum(here)], here))
+        rows, firsts = self._random(sum(sizes), width), [0, *accumulate(sizes)]
+        full, expected, actual = self(0, self.count, rows, sizes), [], []
+        for start, place in product(self.starts, (0, 1)):  # first rows of experts, then second ones
+            told = [int(size > place) for size in sizes[start : start + self.part]]
+            if here := [firsts[start + expert] + place for expert, has in enumerate(told) if has]:
+                expected.append(full[here])
+                actual.append(self(start, self.part, rows[here], told))
         return torch.cat(expected), torch.cat(actual)
 
     def stacked_results(self, width: int) -> tuple[Tensor, Tensor]:
@@ -189,5 +215,13 @@ class _Proof:
         rows = self._random(self.count, 2, width)
         expected = self(0, self.count, rows).view(rows.shape)
         ranges = [slice(start, start + self.part) for start in self.starts]
-        actual = [self(part.start, self.part, rows[part]) for part in ranges]
-        return torch.cat([expected[part] for part in ranges]), torch.cat(actual).view(-1, *rows.shape[1:])
+        pieces = [
+            torch.cat([self(part.start, self.part, row).view(row.shape) for row in rows[part].split(1, 1)], 1)
+            for part in ranges
+        ]
+        return torch.cat([expected[part] for part in ranges]), torch.cat(pieces)
+
+    def listed_results(self, width: int) -> tuple[Tensor, Tensor]:
+        """Return the results of an expert for several rows, and for each of them."""
+        rows = self._random(TOKENS, width)
+        return self(0, 1, rows), torch.cat([self(0, 1, row) for row in rows.split(1)])

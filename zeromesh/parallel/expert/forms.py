@@ -5,6 +5,7 @@ No name of a model or of a class decides, so that a user's own experts are found
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -17,7 +18,7 @@ from zeromesh.base.dry.model_copy import undisturbed
 from zeromesh.base.split import Split
 from zeromesh.base.words import counted, some
 from zeromesh.parallel.expert.adapted import bare_modules, plain_path, with_adapters
-from zeromesh.parallel.expert.contract import Contract, Experts, Form
+from zeromesh.parallel.expert.contract import DIFFERENT, Contract, Experts, Form
 
 __all__ = ["Contract", "Experts", "find_experts"]
 
@@ -45,13 +46,14 @@ def find_experts(model: nn.Module, targets: Sequence[str], ranks: int) -> list[E
         module = modules[name]
         if any(name.startswith(f"{outer.name}.") for outer in experts):
             continue
-        if members := _members(name, module):
-            experts.append(_listed(name, modules, members, ranks))
-            continue
-        shapes = tuple((key, p.shape, p.dtype, p.device) for key, p in module.named_parameters())
-        key = type(module), shapes, tuple(_sizes(module).items()), id(vars(module).get("forward"))
-        form, objection = proofs[key] = proofs.get(key) or _prove(module, ranks)
-        if form is None:
+        members = _members(name, module)
+        sample = next(iter(members.values()), module)
+        shapes = tuple((key, p.shape, p.dtype, p.device) for key, p in sample.named_parameters())
+        key = type(sample), shapes, tuple(_sizes(sample).items()), id(vars(sample).get("forward"))
+        form, objection = proofs[key] = proofs.get(key) or _prove(sample, ranks, bool(members))
+        if members:
+            experts.append(_listed(name, modules, members, ranks, objection.endswith(DIFFERENT)))
+        elif form is None:
             objections[name] = objection
         else:
             experts.append(_stacked(name, module, form, ranks))
@@ -100,12 +102,12 @@ def _sizes(module: nn.Module) -> dict[str, int]:
     return {name: value for name, value in numbers.items() if not name.startswith("_") and "shared" not in name}
 
 
-def _prove(module: nn.Module, ranks: int) -> tuple[Form | None, str]:
-    """Return the form that a module keeps, or None and what it does instead."""
+def _prove(module: nn.Module, ranks: int, of_list: bool) -> tuple[Form | None, str]:
+    """Return the form that a module, or an expert of a list, keeps, or None and what it does instead."""
     objections: dict[str, None] = {}
     with undisturbed(next((p.device for p in module.parameters()), None)), torch.no_grad():
-        for form in _forms(module):
-            objection = form.objection(module, ranks)
+        for form in [Form(Contract.LISTED, 1, 0, {}, {})] if of_list else _forms(module):
+            objection = form.objection(module, 1 if of_list else ranks)
             if not objection:
                 return form, ""
             objections[f"as {form.contract.name.lower()}: {objection}"] = None
@@ -173,16 +175,36 @@ def _members(name: str, module: nn.Module) -> Modules:
             if sizes[0] != sizes[1]:
                 raise ValueError(
                     f"{name} has unequal experts: {parameter} is {sizes[0]} in {first} and {sizes[1]} in {key}; ranks "
-                    "can share equal ones only. Leave mesh.expert out, or make them equal"
+                    "can share equal ones only. Make them equal, leave mesh.expert out, or name others by "
+                    "experts.targets"
                 )
             if shape[parameter] == ():
                 raise ValueError(f"{name}.{key}.{parameter} has no dim along which one rank could have all of it")
-        if any(isinstance(inner, nn.modules.batchnorm._BatchNorm) for inner in module.get_submodule(key).modules()):
-            raise ValueError(f"{name}.{key} has a batch norm, whose statistics would differ between ranks")
-    return {key: module.get_submodule(key) for key in shapes} if len(shapes) > 1 else {}
+    if len(shapes) < 2:
+        return {}
+    expert = module.get_submodule(first)
+    if not _computes(expert):
+        raise ValueError(
+            f"{name}.{first} is a {type(expert).__name__}, which has no forward that the loop around the experts could "
+            f'call; give each expert a forward, or, if these are lists of experts, write "experts": {{"targets": '
+            f'["{name}.*"]}}'
+        )
+    try:
+        inspect.signature(expert.forward).bind(None)
+    except TypeError as error:
+        raise ValueError(
+            f"{name}.{first} ({type(expert).__name__}) is not called with one tensor (rows, width): {error}; ranks can "
+            "share experts that are: apply what else there is to their input or output, or leave mesh.expert out"
+        ) from None
+    return {key: module.get_submodule(key) for key in shapes}
 
 
-def _listed(name: str, modules: Modules, members: Modules, ranks: int) -> Experts:
+def _computes(module: nn.Module) -> bool:
+    """Return whether a module has a forward; lists have none."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _listed(name: str, modules: Modules, members: Modules, ranks: int, mixes: bool) -> Experts:
     """Return the experts of a list, of which each is on one rank."""
     each = max(1, len(members) // ranks)
     owners = {key: min(index // each, ranks - 1) for index, key in enumerate(members)}
@@ -191,9 +213,10 @@ def _listed(name: str, modules: Modules, members: Modules, ranks: int) -> Expert
         for key, member in members.items()
         for parameter_name, p in member.named_parameters()
     }
-    has_forward = type(modules[name]).forward not in (nn.ModuleList.forward, nn.ModuleDict.forward)
-    caller = name if has_forward else name.rpartition(".")[0]
-    return Experts(name, modules[name], len(members), Contract.LISTED, splits, caller=caller)
+    caller = name
+    while caller and caller in modules and not _computes(modules[caller]):
+        caller = caller.rpartition(".")[0]
+    return Experts(name, modules[name], len(members), Contract.LISTED, splits, caller=caller, mixes=mixes)
 
 
 def _check(model: nn.Module, experts: Sequence[Experts], ranks: int) -> None:
@@ -210,6 +233,16 @@ def _check(model: nn.Module, experts: Sequence[Experts], ranks: int) -> None:
         if isinstance(capacity, int) and capacity < 1:
             raise ValueError(
                 f"{name}.expert_capacity is {capacity}, with which every token would be dropped; give it at least 1"
+            )
+    for item in experts:
+        if any(isinstance(inner, nn.modules.batchnorm._BatchNorm) for inner in item.module.modules()):
+            raise ValueError(f"{item.name} has a batch norm, whose statistics would differ between ranks; use a norm")
+        others = [other.name for other in experts if other.contract is Contract.LISTED and other.caller == item.caller]
+        if len(others) > 1:  # an expert without tokens would be called with inputs of the other list's rehearsal
+            raise ValueError(
+                f"the forward of {item.caller or 'the model'} calls {len(others)} lists of experts, "
+                f"{some(others, most=3)}, and inputs of one may depend on another's results; let each list be in a "
+                "module of its own, whose forward has the loop over it"
             )
     common = math.gcd(*(item.count for item in experts))
     sizes = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)

@@ -46,7 +46,7 @@ _UNEQUAL = (
 class CallPhase(Enum):
     """Action of a call of an expert."""
 
-    IDLE = "compute"
+    IDLE = "refuse"
     REHEARSAL = "note the input"
     REPLAY = "return the result"
 
@@ -81,10 +81,14 @@ class ListedExperts:
         block: the module whose forward calls them.
         experts: all of them, in order; this rank has the parameters of some.
         sharing: which these are, and the ranks that have the others.
+        mixes: whether an expert mixes the rows of a call.
     """
 
-    def __init__(self, block: nn.Module, experts: Sequence[nn.Module], sharing: ExpertSharing) -> None:
+    def __init__(self, block: nn.Module, experts: Sequence[nn.Module], sharing: ExpertSharing, mixes: bool) -> None:
         self._block, self._sharing, self._phase, self._run = block, sharing, CallPhase.IDLE, _Run()
+        self._mixes = mixes
+        if mixes and sharing.lines is not None:
+            raise self._refusal("an expert mixes the rows of its input, of which tensor-parallel ranks take parts")
         others = {id(module) for expert in experts for module in expert.modules()}
         # Those that are called in the rehearsal: what is inside of experts, of one, which tells what outputs are like.
         self._running = [module for module in block.modules() if id(module) not in others]
@@ -93,6 +97,9 @@ class ListedExperts:
         self._forms: dict[Any, tuple[int, torch.dtype]] = {}  # width and dtype of outputs, by what they depend on
         for index, expert in enumerate(experts):
             replace_forward(expert, partial(self._called, index))
+            for inner in [] if index in sharing.local else expert.modules():
+                if inner is not expert and any(True for _ in inner.parameters(recurse=False)):
+                    replace_forward(inner, partial(self._inside, index))
         # Partial functions, which a copy of the model copies with all that they have.
         replace_forward(block, partial(torch.compiler.disable(ListedExperts._compute), self, block.forward))
 
@@ -133,11 +140,14 @@ class ListedExperts:
     def _called(self, expert: int, /, *args: Any, **kwargs: Any) -> Any:
         """Forward of an expert."""
         if self._phase is CallPhase.IDLE:
-            if expert in self._sharing.local:
-                return self._forwards[expert](*args, **kwargs)
-            raise self._refusal(f"expert {expert}, which another rank has, was called outside of it; call the block")
+            raise self._refusal(
+                f"expert {expert} was called outside of it, or by the recomputation of a checkpoint inside of it; call "
+                "the block, or let the checkpoint call it"
+            )
         values = (*args, *kwargs.values())
         x = values[0] if len(values) == 1 else None
+        if isinstance(x, Tensor) and x.ndim == 1 and not self._mixes:
+            return self._called(expert, x[None])[0]
         if not isinstance(x, Tensor) or x.ndim < 2 or x.dtype not in DTYPES:
             shown = ", ".join(str(tuple(v.shape)) if isinstance(v, Tensor) else type(v).__name__ for v in values)
             raise self._refusal(
@@ -153,9 +163,15 @@ class ListedExperts:
             raise self._refusal(_UNEQUAL)
         return result
 
+    def _inside(self, expert: int, /, *args: Any, **kwargs: Any) -> Any:
+        """Forward of a module inside of an expert that another rank has."""
+        raise self._refusal(f"a module inside of expert {expert} was called by itself; let the expert call it")
+
     def _form(self, x: Tensor) -> tuple[int, torch.dtype]:
         """Return the width and the dtype of an expert's output: one that is here computes one row."""
-        key = (*x.shape[1:], x.dtype, torch.is_autocast_enabled(x.device.type), self._block.training)
+        kind = x.device.type
+        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        key = (*x.shape[1:], x.dtype, autocast, self._block.training)
         if key not in self._forms:
             row = x.detach()[:1] if len(x) else x.new_zeros(1, *x.shape[1:])
             with torch.no_grad(), drawing_from(random_state(x.device), x.device):
@@ -174,10 +190,12 @@ class ListedExperts:
         table: list[Entry] = [[0] * 4 for _ in range(sharing.count)]
         for expert, x in run.calls:
             entry, shape = table[expert], x.shape
-            if len(shape) > 2 and (entry[1] or len(shape) > 4 or sharing.lines is not None):
+            together = len(shape) > 2 or self._mixes  # rows that may belong together
+            if together and (entry[1] or len(shape) > 4 or sharing.lines is not None):
                 raise self._refusal(
-                    f"expert {expert} was called with shape {tuple(shape)}; with more than two dims it may be called "
-                    "once in a forward, have four, and not be tensor-parallel: call it with (rows, width)"
+                    f"expert {expert} was called with shape {tuple(shape)}; with more than two dims, or if it mixes "
+                    "rows, it may be called once in a forward, have four, and not be tensor-parallel: call it with "
+                    "(rows, width), of which each gives a result by itself"
                 )
             table[expert] = [entry[0] + shape[:-1].numel(), entry[1] + 1, *[*shape[:-2], 0, 0][:2]]
         rows = torch.cat([x.flatten(0, -2) for x in inputs]) if inputs else self._nothing()
@@ -191,7 +209,7 @@ class ListedExperts:
         results: list[list[Tensor]] = []
         by_local = zip(by_expert(arrived, senders), zip(*senders, strict=True), strict=True)
         for expert, (pieces, told) in zip(self._sharing.local, by_local, strict=True):
-            if any(outer for _, _, outer, _ in told):  # rows that may belong together: each call by itself
+            if self._mixes or any(outer for _, _, outer, _ in told):  # rows may belong together: each call by itself
                 results.append([self._outer(expert, *call) for call in zip(pieces, told, strict=True)])
             elif any(calls for _, calls, *_ in told):
                 results.append(list(self._one(expert, torch.cat(pieces)).split([*map(len, pieces)])))
@@ -241,7 +259,7 @@ def _bits(x: Tensor) -> Tensor:
     return x.detach().contiguous().view(_INTEGERS[x.itemsize])
 
 
-def share_listed(block: nn.Module, experts: nn.Module, sharing: ExpertSharing) -> None:
+def share_listed(block: nn.Module, experts: nn.Module, sharing: ExpertSharing, mixes: bool = False) -> None:
     """Let a block have the experts that it calls, those of a list, computed by the ranks that have them."""
     members = [child for child in experts.children() if any(True for _ in child.parameters())]
-    ListedExperts(block, members, sharing)
+    ListedExperts(block, members, sharing, mixes)

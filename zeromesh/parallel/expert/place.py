@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeromesh.base.in_place import version
 from zeromesh.base.split import Held
 from zeromesh.comm.mesh import Mesh
 from zeromesh.parallel.activation.choices import add_router, keep_choices
@@ -54,12 +55,39 @@ def apply(model: nn.Module, mesh: Mesh, experts: Sequence[Experts]) -> None:
         for (inner, attribute), value in item.sizes.items():
             setattr(item.module.get_submodule(inner), attribute, value)
         take_part(item.module, mesh.group("expert").rank, mesh.group("expert").size)
+        for module in item.module.children() if item.contract is Contract.LISTED else [item.module]:
+            if _buffers(module):
+                replace_forward(module, partial(_keep_buffers, module.forward, module, item.name))
         draws = lines is not None and drops(item.module)
         streams = RandomStreams(mesh.device, mesh.group("tensor").rank) if draws else None
         sharing = ExpertSharing(exchange, item.count, lines, tag + RowExchange.TAGS, streams)
         SHARES[item.contract](model, item, sharing)
         add_router(item.module)
     keep_choices(model)
+
+
+def _buffers(module: nn.Module) -> dict[tuple[str, str], torch.Tensor | None]:
+    """Return the buffers that belong to the state of a module, by the paths of modules and their own names."""
+    return {
+        (path, name): buffer
+        for path, inner in module.named_modules()
+        for name, buffer in inner._buffers.items()
+        if name not in inner._non_persistent_buffers_set
+    }
+
+
+def _keep_buffers(forward: Callable[..., Any], module: nn.Module, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Forward of experts; RuntimeError if it changes a buffer, of which ranks would have different values."""
+    before = {place: (b, version(b)) for place, b in _buffers(module).items() if b is not None}
+    output = forward(*args, **kwargs)
+    for place, buffer in _buffers(module).items():
+        then, count = before.get(place, (None, 0))
+        if buffer is not None and (buffer is not then or version(buffer) != count):
+            raise RuntimeError(
+                f"{name}: experts change their buffer {place[1]}, of which each rank would have other values; let the "
+                "module around the experts have it, or set mesh.expert to 1"
+            )
+    return output
 
 
 def _share_routed(model: nn.Module, item: Experts, sharing: ExpertSharing) -> None:
@@ -79,6 +107,8 @@ SHARES: dict[Contract, Callable[[nn.Module, Experts, ExpertSharing], None]] = {
     Contract.ROUTED: _share_routed,
     Contract.SORTED: lambda model, item, sharing: share_sorted(item.module, sharing),
     Contract.STACKED: lambda model, item, sharing: share_stacked(item.module, sharing),
-    Contract.LISTED: lambda model, item, sharing: share_listed(model.get_submodule(item.caller), item.module, sharing),
+    Contract.LISTED: lambda model, item, sharing: share_listed(
+        model.get_submodule(item.caller), item.module, sharing, item.mixes
+    ),
 }
 """Functions that let experts of each contract compute for all ranks."""

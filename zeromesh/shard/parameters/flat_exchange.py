@@ -11,6 +11,7 @@ from torch import nn
 
 from zeromesh.base.placement import Placement, PlacementRow
 from zeromesh.base.split import Held
+from zeromesh.comm.course import this_rank
 from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.parameters.flat import Flat
 
@@ -43,13 +44,14 @@ def join_experts(model: nn.Module, flats: Iterable[Flat], mesh: Mesh) -> None:
     parts = {segment.name: segment.held for segment in segments if segment.held.axis == "expert"}
 
     def join_parts(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for name, part in parts.items():
-            value = state.get(prefix + name)
-            # The engine reads parameters themselves; gathered ones are whole.
-            if value is None or isinstance(value, nn.Parameter):
-                continue
-            if part.split is not None and tuple(value.shape) == part.shape != part.whole:
-                state[prefix + name] = join(part, value, mesh)
+        with this_rank.within("state_dict()"):
+            for name, part in parts.items():
+                value = state.get(prefix + name)
+                # The engine reads parameters themselves; gathered ones are whole.
+                if value is None or isinstance(value, nn.Parameter):
+                    continue
+                if part.split is not None and tuple(value.shape) == part.shape != part.whole:
+                    state[prefix + name] = join(part, value, mesh)
 
     model.register_state_dict_post_hook(join_parts)
 
