@@ -10,14 +10,13 @@ each that came, and travel back. Messages carry ``rows x (H + K)`` values and ``
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from zeromesh.comm.collectives import Group
 from zeromesh.parallel.activation.choices import same_choice
@@ -133,7 +132,8 @@ class RoutedExperts:
         numbers = numbers[tokens].masked_fill(owner[tokens] != places[:, :1], -1)
         travels = Choice.of(tokens, needs.sum(1))
         out = travels.take(hidden), travels.take(weights), numbers
-        grouped = GroupedExperts.of(self._module, self._forward) if sum(arriving) else None
+        # Also without rows: the weight makes the exchange differentiable, which all ranks have to differentiate then.
+        grouped = GroupedExperts.of(self._module, self._forward)
         late = None if grouped is None else grouped.late(hidden.dtype)
         rows, factors, numbers, *first = self._exchange.send(out, sent, received, late=late)
         compute = (
@@ -153,7 +153,9 @@ class RoutedExperts:
     ) -> Tensor:
         """Return the sums for rows that arrived, over those of their experts that are here."""
         if not pairs:
-            return _nothing(rows, self._module)
+            # The parameters get gradients of zero.
+            touched: Tensor = _Nothing.apply(rows, *self._module.parameters())  # type: ignore[no-untyped-call]
+            return touched
         absent = index < 0
         experts, order = index.masked_fill(absent, self._local + self._beyond).flatten().sort(stable=True)
         experts, order = experts[:pairs].long(), order[:pairs]
@@ -168,18 +170,6 @@ class RoutedExperts:
         ones[:, 0] = 1
         results: Tensor = self._forward(rows, experts[:, None].expand_as(ones), ones)
         return results.reshape(len(rows), -1)
-
-
-def _nothing(rows: Tensor, module: nn.Module) -> Tensor:
-    """Return no rows, by which the parameters of a module get gradients of zero."""
-    names = [(inner, name) for inner in module.modules() for name in (*inner._parameters, *_parametrized(inner))]
-    tensors = [getattr(inner, name) for inner, name in names]
-    touched: Tensor = _Nothing.apply(rows, *(x for x in tensors if x is not None))  # type: ignore[no-untyped-call]
-    return touched
-
-
-def _parametrized(module: nn.Module) -> Iterator[str]:
-    return iter(cast(nn.ModuleDict, module.parametrizations)) if is_parametrized(module) else iter(())
 
 
 class _Nothing(torch.autograd.Function):
