@@ -62,7 +62,7 @@ TRIPLES = [
     "zb-h1+host 2", "row 3+transformers' checkpoints", "slots+recompute", "tensor+accumulation", "grouped+row 3",
     "grouped+recompute", "grouped+tensor", "grouped+zb-v", "grouped+selective+row 2", "grouped+host 3",
 ]  # fmt: skip
-CASES = [*(name for name in FEATURES if name != "compile"), *TRIPLES]
+CASES = [*FEATURES, *TRIPLES]
 SAMPLES = ("tensor+row 3", "zb-v+recompute")
 
 
