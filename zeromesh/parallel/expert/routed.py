@@ -10,13 +10,14 @@ each that came, and travel back. Messages carry ``rows x (H + K)`` values and ``
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from zeromesh.comm.collectives import Group
 from zeromesh.parallel.activation.choices import same_choice
@@ -153,9 +154,7 @@ class RoutedExperts:
     ) -> Tensor:
         """Return the sums for rows that arrived, over those of their experts that are here."""
         if not pairs:
-            # The parameters get gradients of zero.
-            touched: Tensor = _Nothing.apply(rows, *self._module.parameters())  # type: ignore[no-untyped-call]
-            return touched
+            return _nothing(rows, self._module)
         absent = index < 0
         experts, order = index.masked_fill(absent, self._local + self._beyond).flatten().sort(stable=True)
         experts, order = experts[:pairs].long(), order[:pairs]
@@ -170,6 +169,18 @@ class RoutedExperts:
         ones[:, 0] = 1
         results: Tensor = self._forward(rows, experts[:, None].expand_as(ones), ones)
         return results.reshape(len(rows), -1)
+
+
+def _nothing(rows: Tensor, module: nn.Module) -> Tensor:
+    """Return no rows, by which the parameters of a module get gradients of zero."""
+    names = [(inner, name) for inner in module.modules() for name in (*inner._parameters, *_parametrized(inner))]
+    tensors = [getattr(inner, name) for inner, name in names]
+    touched: Tensor = _Nothing.apply(rows, *(x for x in tensors if x is not None))  # type: ignore[no-untyped-call]
+    return touched
+
+
+def _parametrized(module: nn.Module) -> Iterator[str]:
+    return iter(cast(nn.ModuleDict, module.parametrizations)) if is_parametrized(module) else iter(())
 
 
 class _Nothing(torch.autograd.Function):
