@@ -67,6 +67,23 @@ def test_pipeline_stages_compile_their_blocks() -> None:
     assert losses(compiled()) == pytest.approx(losses({}), rel=1e-9)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [0, 2])
+@on_ranks(2)
+def test_blocks_are_compiled_anew_while_an_update_has_gradients_of_another_micro_batch(stage: int) -> None:
+    def losses(more: dict[str, Any]) -> list[float]:
+        optimizer = {"type": "SGD", "params": {"lr": LR}}
+        batches = {"train_micro_batch_size_per_gpu": MICRO, "gradient_accumulation_steps": 2}
+        zero = {"zero_optimization": {"stage": stage}}
+        engine = zeromesh.initialize(model=build().double(), config={"optimizer": optimizer, **batches, **zero, **more})
+        parts = [[batch(step, n)[:, : 6 - 2 * n] for n in range(2)] for step in range(STEPS)]
+        found = [float(engine[0].train_batch(iter(part))) for part in parts]
+        engine[0].destroy()
+        return found
+
+    assert losses(compiled()) == pytest.approx(losses({}), rel=1e-9)
+
+
 @pytest.mark.some(1)
 @pytest.mark.parametrize("more", [section(), {}, {"zero_optimization": {"stage": 3}, **section("rowwise")}])
 def test_like_blocks_are_compiled_once(more: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:

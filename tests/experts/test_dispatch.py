@@ -280,6 +280,20 @@ def test_grouped_products_are_those_of_transformers_and_the_same_bits_in_every_r
     assert not first[3][1::2].any()
 
 
+@on_ranks(2, timeout=60)
+def test_a_rank_without_rows_takes_part_where_experts_alone_are_trained() -> None:
+    _, group = data_group()
+    local = EXPERTS // group.size
+    module = of_transformers("grouped_mm", group.rank * local, (group.rank + 1) * local)
+    forward = RoutedExperts(module, RowExchange(group, 40, "moe"), EXPERTS)
+    for index in (torch.tensor([[0, 1]] * 4), torch.tensor([[0, EXPERTS - 1]] * 3)):  # at first the first rank's
+        module.zero_grad()
+        forward(torch.ones(len(index), 8), index, torch.ones(index.shape)).sum().backward()
+        assert all(parameter.grad is not None for parameter in module.parameters())
+        used = [bool(parameter.grad.any()) for parameter in module.parameters()]
+        assert used == [group.rank == 0 or len(index) == 3] * 2
+
+
 def in_another_order(what: str) -> None:
     watchdog.PATIENCE = 1.0
     _, group = data_group()

@@ -208,7 +208,7 @@ def _place(mesh: Mesh, experts: Sequence[str]) -> dict[str, Any]:
 
 
 def _expert_strides(sizes: Mapping[str, int]) -> list[list[int]]:
-    """Return the axes along which shares of experts are counted; see ``holders``. None where no axes say it."""
+    """Return the axes along which shares of experts are counted; see ``holders``. Empty where none say it."""
     inner, stages, size = sizes["context"] * sizes["tensor"], sizes["pipeline"], sizes["expert"]
     shares = sizes["data"] * inner // size
     if stages == 1 or size % inner == 0:

@@ -133,7 +133,8 @@ class RoutedExperts:
         numbers = numbers[tokens].masked_fill(owner[tokens] != places[:, :1], -1)
         travels = Choice.of(tokens, needs.sum(1))
         out = travels.take(hidden), travels.take(weights), numbers
-        grouped = GroupedExperts.of(self._module, self._forward) if sum(arriving) else None
+        # Also without rows: the weight makes the exchange differentiable, which all ranks have to differentiate then.
+        grouped = GroupedExperts.of(self._module, self._forward)
         late = None if grouped is None else grouped.late(hidden.dtype)
         rows, factors, numbers, *first = self._exchange.send(out, sent, received, late=late)
         compute = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import ref
@@ -23,6 +24,9 @@ from zeromesh.shard.store.early import EarlyUpdates
 # Autograd's own. Its `.grad` is empty between backwards: each gradient is moved into its flat buffer as it arrives.
 PLAIN_GRAD: Any = torch._C.TensorBase.grad
 PLAIN_DATA: Any = torch._C.TensorBase.data
+
+# By it `torch.compile` describes a parameter, with the storage of its `.grad`, which compiled code does not use.
+_DESCRIPTION = getattr(sys.modules.get("torch._subclasses.meta_utils"), "safe_grad", None)
 
 
 class UnavailableGradient(Absent):
@@ -242,7 +246,8 @@ class Grads:
 def _with_grad(plain_class: type[nn.Parameter], grads: ref[Grads]) -> type[nn.Parameter]:
     def read(self: nn.Parameter) -> torch.Tensor | None:
         alive = grads()
-        value: torch.Tensor | None = PLAIN_GRAD.__get__(self) if alive is None else alive.read(self)
+        described = sys._getframe(1).f_code is getattr(_DESCRIPTION, "__code__", None)
+        value: torch.Tensor | None = PLAIN_GRAD.__get__(self) if alive is None or described else alive.read(self)
         return value
 
     def write(self: nn.Parameter, value: torch.Tensor | None) -> None:
