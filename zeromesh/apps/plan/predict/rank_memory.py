@@ -120,6 +120,7 @@ class _Profile(NamedTuple):
     experts: float  # elements of a unit of experts inside of it
     expert: float  # elements of one of them
     frozen: float  # bytes of others that rest, and are gathered, with them
+    expert_frozen: float  # bytes of others in the unit of experts
     stays: float  # of those, the root's
     replicated: float  # bytes of them on every rank
     resident: float  # of them, those that stay gathered
@@ -172,6 +173,7 @@ def _profile(unit: UnitCost, layout: ParallelLayout) -> _Profile:
         if work.shape and work.kind is WorkKind.PRODUCT
     )
     parameters, experts = unit.elements(tensor, layout.expert_shares)
+    frozen, expert_frozen, replicated = unit.frozen_bytes(tensor, layout.expert_shares)
     elements = parameters - unit.resident.on(tensor)
     single = unit.single and padded(elements, layout.widths.parameter, layout.data * layout.context) <= elements
     return _Profile(
@@ -180,9 +182,10 @@ def _profile(unit: UnitCost, layout: ParallelLayout) -> _Profile:
         parameters,
         experts,
         experts * layout.expert / unit.experts.number if unit.experts else 0.0,
-        unit.frozen.sharded.on(tensor),
+        frozen,
+        expert_frozen,
         unit.frozen.resident.on(tensor),
-        unit.frozen.whole,
+        replicated,
         unit.resident.on(tensor),
         single,
         unit.largest.on(tensor),
@@ -245,7 +248,11 @@ def _elements(chunks: Sequence[_Runs], expert_data: int) -> tuple[UnitElements, 
         for unit, count in units
         if unit.parameters > unit.resident or unit.frozen > unit.stays
     ]
-    rest += [UnitElements(unit.experts, count, ranks=expert_data) for unit, count in units if unit.experts]
+    rest += [
+        UnitElements(unit.experts, count, frozen=unit.expert_frozen, ranks=expert_data)
+        for unit, count in units
+        if unit.experts or unit.expert_frozen
+    ]
     first, stays, replicated = (
         sum(getattr(unit, name) * count for unit, count in units) for name in ("resident", "stays", "replicated")
     )
