@@ -138,7 +138,7 @@ def test_eight_billion_parameters_on_eight_h100_are_as_fast_as_published_framewo
     best = search(request, SearchEffort(60, 40, 200, 1)).best
     assert best is not None
     low, high = best.mfu_interval
-    assert low < 0.36 < best.mfu < 0.50 < high  # torchtitan's 33 to 39 %, and ZeroMesh's 50 % on one H200
+    assert low < 0.39 < best.mfu < 0.50 < high  # torchtitan reaches 33 to 39 %, and ZeroMesh 50 % on one H200
     assert re.search(r"\(likely .* to .* s, from \d+ measured steps on H100 and H200\)$", interval_text(best.time))
     assert mfu_text(best).endswith(f"{100 * low:.0f}-{100 * high:.0f}")
 
