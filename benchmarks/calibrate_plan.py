@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -25,11 +25,12 @@ from zeromesh.apps.plan.machine.calibration import (
     NEAREST,
     PATH,
     WITH_EXPERTS,
-    Spread,
+    Groups,
     calibration_of,
+    error_of,
     kind_of,
+    nearest,
     reserved_margin,
-    spread_of,
     table,
 )
 from zeromesh.base.devices import ACCELERATORS, find_accelerator
@@ -119,7 +120,7 @@ def document_of(rows: Sequence[PublishedRow]) -> dict[str, object]:
 # The report card.
 
 
-def grouped(rows: Sequence[CalibrationRow]) -> dict[tuple[str, str], dict[str, list[float]]]:
+def grouped(rows: Sequence[CalibrationRow]) -> Groups:
     """Return ratios by family and kind of run, and by source."""
     groups: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
@@ -127,10 +128,10 @@ def grouped(rows: Sequence[CalibrationRow]) -> dict[tuple[str, str], dict[str, l
     return groups
 
 
-def spreads_of(groups: Mapping[tuple[str, str], Mapping[str, Sequence[float]]]) -> dict[bool, Spread]:
-    """Return the spread of dense models' rows, and that of mixtures."""
+def errors_of(groups: Groups) -> dict[bool, float]:
+    """Return the error of dense models' rows, and that of mixtures."""
     return {
-        experts: spread_of(group for (family, _), group in groups.items() if family.endswith(WITH_EXPERTS) is experts)
+        experts: error_of({key: rows for key, rows in groups.items() if key[0].endswith(WITH_EXPERTS) is experts})
         for experts in (False, True)
     }
 
@@ -138,16 +139,15 @@ def spreads_of(groups: Mapping[tuple[str, str], Mapping[str, Sequence[float]]]) 
 def leave_out(rows: Sequence[CalibrationRow], by: str) -> list[tuple[CalibrationRow, float, bool]]:
     """Return each row with its error and whether it is in the interval, by the rows without it or its source."""
     found = []
-    others: dict[str, tuple[dict[tuple[str, str], dict[str, list[float]]], dict[bool, Spread]]] = {}
+    others: dict[str, tuple[Groups, dict[bool, float]]] = {}
     for row in rows:
         name = getattr(row, by)
         if name not in others:
             groups = grouped([other for other in rows if getattr(other, by) != name])
-            others[name] = groups, spreads_of(groups)
-        groups, spreads = others[name]
-        near = next((key for kind in NEAREST[row.kind] if (key := (row.family, kind)) in groups), None)
-        if near is not None:
-            calibration = calibration_of(groups[near], spreads[row.family.endswith(WITH_EXPERTS)])
+            others[name] = groups, errors_of(groups)
+        groups, errors = others[name]
+        if near := nearest(groups, row.family, row.kind):
+            calibration = calibration_of(near, errors[row.family.endswith(WITH_EXPERTS)])
             factor = calibration.factor
             inside = factor * calibration.low <= row.ratio <= factor * calibration.high
             found.append((row, factor / row.ratio - 1, inside))
@@ -162,10 +162,11 @@ def calibration_card(rows: Sequence[PublishedRow]) -> str:
         "",
         "`zeromesh plan` multiplies the time that a machine's rates give by the median, over sources, of the medians",
         "of measured / predicted of the rows of its family of GPUs and kind of run, without any other fitted constant.",
-        "Mixtures of experts have rows of their own. In the interval eight of ten further runs are expected: it has",
-        "the spread of the sources, and that of the rows of a source. *Before* and *after* are errors of predicted",
-        "times: of the rates alone, and with a factor from all other sources. *Inside* is the share of rows that lie",
-        "in the interval of the other rows; in brackets, of all sources but the row's own.",
+        "Mixtures of experts have rows of their own. In the interval eight of ten further runs are expected: so many",
+        "rows lie in it by the factor of all other sources; all dense models have its width in common, and all",
+        "mixtures. *Before* and *after* are errors of predicted times: of the rates alone, and with a factor from all",
+        "other sources. *Inside* is the share of rows that lie in the interval of the other rows; in brackets, of all",
+        "sources but the row's own.",
         "Rows of frameworks with kernels of their own (Megatron, MaxText) count where a family has fewer than",
         f"{FEW} others.",
         "",
@@ -176,23 +177,24 @@ def calibration_card(rows: Sequence[PublishedRow]) -> str:
     for row in used:
         groups[row.family, row.kind].append(row)
     alone, apart = leave_out(used, "id"), leave_out(used, "source")
-    spreads = spreads_of(grouped(used))
-    for key in [*sorted(groups, key=lambda key: (key[0], [*NEAREST].index(key[1]))), ("all", "")]:
-        here = groups.get(key, used)
+    errors = errors_of(grouped(used))
+    families = sorted(groups, key=lambda key: (key[0], [*NEAREST].index(key[1])))
+    for key in [*families, ("all dense", ""), ("all mixtures", "")]:
+        here = groups.get(key) or [row for row in used if row.family.endswith(WITH_EXPERTS) is (key[0] != "all dense")]
         ids = {row.id for row in here}
         if not here:
             continue
         ratios: dict[str, list[float]] = defaultdict(list)
         for row in here:
             ratios[row.source].append(row.ratio)
-        calibration = calibration_of(ratios, spreads[key[0].endswith(WITH_EXPERTS)])
+        calibration = calibration_of(ratios, errors[key[0].endswith(WITH_EXPERTS)])
         before = [abs(1 / row.ratio - 1) for row in here]
         left = [one for one in alone if one[0].id in ids]
         others = [one for one in apart if one[0].id in ids]
         after = [abs(error) for _, error, _ in others]
         ends = f"{calibration.low:.2f} to {calibration.high:.2f}", f"{calibration.factor:.2f}"
         inside = f"{_share(left)} ({_share(others)})"
-        factor = ["", ""] if key[0] == "all" else [ends[1], ends[0]]
+        factor = ["", ""] if not key[1] else [ends[1], ends[0]]
         lines.append(f"| {' | '.join([*key, str(len(here)), *factor, _errors(before), _errors(after), inside])} |")
     margin = table()["reserved"]
     lines += [

@@ -336,12 +336,19 @@ def _arithmetic(setting: Setting, judged: str) -> Iterator[Outcome]:
     """Yield what a source computes from a time that it has measured: shares of the peak, and days of a run."""
     row = setting.row
     seconds = measured_seconds(setting)
-    if judged == "step_s" and isinstance(row.measured.get("mfu_percent"), int | float):
+    if judged == "step_s" and isinstance(row.measured.get("mfu_percent"), int | float) and _counts_all_samples(setting):
         share = value_of(setting, "mfu_percent", seconds)
         yield row.outcome("mfu_percent", share, "follows from the step time")
     if "days_for_300B_tokens" in row.measured:
         steps = 300e9 / (setting.layout.samples * row.sequence)
         yield row.outcome("days_for_300B_tokens", steps * seconds / 86400, "follows from the throughput")
+
+
+def _counts_all_samples(setting: Setting) -> bool:
+    """Return whether a source's throughput is that of its step; some count ranks that share experts as one."""
+    rate = setting.row.measured.get("tokens_per_s_per_gpu")
+    step = measured_seconds(setting)
+    return not isinstance(rate, int | float) or abs(value_of(setting, "tokens_per_s_per_gpu", step) / rate - 1) < 0.1
 
 
 def _parameter_outcomes(row: PublishedRow) -> Iterator[Outcome]:

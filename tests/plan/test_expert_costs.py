@@ -5,6 +5,7 @@ from math import comb
 
 import pytest
 
+from zeromesh.apps.cli.plan_model import Adapters, asked_model
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
 from zeromesh.apps.plan.choose.space import LayoutSpace, PlanRequest
 from zeromesh.apps.plan.cost.cost import ExpertCost
@@ -104,6 +105,24 @@ def test_sharing_experts_saves_time_where_links_are_slow() -> None:
     source = TransformerCost(replace(MIXTRAL, layers=4))
     times = [time_of(source, 4096, ParallelLayout(data=16, expert=n, row=ROWS[3]), slow).seconds for n in (1, 8)]
     assert times[1] < times[0]
+
+
+@pytest.mark.parametrize(("quantized", "byte"), [(False, 2.0), (True, 0.5 + (1 + 4 / 256) / 64)])
+def test_adapters_of_a_mixture_share_and_quantize_its_frozen_experts(quantized: bool, byte: float) -> None:
+    pytest.importorskip("peft")
+    sizes = "layers=2,hidden=64,heads=4,vocabulary=128,experts=4,chosen=2,expert_width=128"
+    source = asked_model(f"llama:{sizes}", "bf16", Adapters(8, quantized)).source
+    # PEFT adapts the stacked weights, of which one is of two matrices, so that its adapter has twice the rank.
+    experts, adapters = 2 * 4 * 3 * 64 * 128, 2 * 4 * (16 * (64 + 256) + 8 * (128 + 64))
+    assert source.at(1, 16).has_experts
+
+    def parameters(expert: int) -> float:
+        rank, *_ = memory_of(source, 16, ParallelLayout(data=2, expert=expert, row=ROWS[1]))
+        return rank.states["parameter", "device"] + rank.states.get(("buffer", "device"), 0.0)
+
+    assert parameters(1) - parameters(2) == pytest.approx((byte * experts + 2 * adapters) / 2)
+    request = PlanRequest(source, cluster("h100", 2), 2, 16)
+    assert {mesh[3] for mesh in LayoutSpace(request, request.machine).meshes()} == {1, 2}
 
 
 def test_sizes_of_a_mixture_are_checked() -> None:

@@ -174,7 +174,7 @@ def test_the_aims_for_memory_are_reached() -> None:
     ):  # fmt: skip
         assert groups[source, quantity].reached, (source, quantity)
     assert len(groups["zero2019", "states_gb_per_gpu"].judged) == 54
-    assert len(groups["simumax_b200", "memory_gib"].judged) == 15
+    assert sum(outcome.predicted is not None for outcome in groups["simumax_b200", "memory_gib"].judged) == 14
 
 
 @pytest.mark.full

@@ -217,7 +217,7 @@ def place_frozen(
     add_size(resting, "buffer", Tier.DEVICE, sum(unit.whole * unit.number for unit in units))
     stored: list[tuple[float, int]] = []
     for unit in units:
-        size = unit.frozen / (ranks if row.parameter is Placement.SHARDED else 1)
+        size = unit.frozen / ((unit.ranks or ranks) if row.parameter is Placement.SHARDED else 1)
         if size and tier is Tier.NVME:
             size = round_up(size, swap_file.ALIGNMENT)
             stored.append((size, unit.number))

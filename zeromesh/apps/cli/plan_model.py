@@ -212,16 +212,22 @@ def _of_shape(shape: TransformerShape, precision: str, adapters: Adapters | None
     """Return a model of sizes; adapters are added to the model of transformers that has them."""
     if adapters is None:
         return AskedModel(TransformerCost(shape), limits_of(shape), causal=limits_of(shape).causal)
-    if not shape.gated or shape.biases or find_spec("transformers") is None:
+    others = shape.shared_width or shape.dense_layers or shape.window or shape.extra_heads
+    if not shape.gated or shape.biases or others or find_spec("transformers") is None:
         raise ValueError(
-            f"adapters on {shape.name} cannot be planned: sizes stand for a Llama, which needs transformers and PEFT "
-            f"({pip_install('transformers', 'peft')}), or name a model that zeromesh plan --list shows"
+            f"adapters on {shape.name} cannot be planned: sizes stand for a Llama or a Mixtral, which need "
+            f"transformers and PEFT ({pip_install('transformers', 'peft')}), or name a model that zeromesh plan --list "
+            "shows"
         )
     import transformers
 
-    config = transformers.LlamaConfig(
+    kind, experts = "Llama", {}
+    if shape.experts:
+        kind, experts = "Mixtral", {"num_local_experts": shape.experts, "num_experts_per_tok": shape.chosen}
+    config = getattr(transformers, f"{kind}Config")(
+        **experts,
         hidden_size=shape.hidden,
-        intermediate_size=shape.mlp_width,
+        intermediate_size=shape.expert_width if shape.experts else shape.mlp_width,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads or shape.heads,
@@ -229,7 +235,7 @@ def _of_shape(shape: TransformerShape, precision: str, adapters: Adapters | None
         vocab_size=shape.vocabulary,
         max_position_embeddings=shape.positions or 1 << 26,
         tie_word_embeddings=shape.tied,
-        architectures=["LlamaForCausalLM"],
+        architectures=[f"{kind}ForCausalLM"],
     )
     config.name_or_path = shape.name
     return _of_configuration(config, config, precision, adapters, shape.name)

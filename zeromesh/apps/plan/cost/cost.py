@@ -78,6 +78,7 @@ class ExpertCost:
     chosen: int  # experts of a token
     tokens: float  # of a micro-batch
     row: float  # bytes of a token on its way
+    frozen: Frozen = ALL_TRAINED  # parameters without gradients, which are among the unit's
 
     def ranks_of_token(self, ranks: int) -> float:
         """Return the expected number of ranks that have an expert of one token; it travels once to each of them."""
@@ -164,6 +165,15 @@ class UnitCost:
             return self.parameters.on(tensor), 0.0
         size = self.experts.parameters
         return self.parameters.plus(Divided(split=-size)).on(tensor), size / expert
+
+    def frozen_bytes(self, tensor: int = 1, expert: int = 1) -> tuple[float, float, float]:
+        """Return the bytes without gradients on a rank, as ``elements``, and last those that shard ranks have whole."""
+        if self.experts is None or expert == 1:
+            return self.frozen.sharded.on(tensor), 0.0, self.frozen.whole
+        of_experts = self.experts.frozen
+        rest = self.frozen.sharded.plus(of_experts.sharded.times(-1))
+        replicated = self.frozen.whole - of_experts.whole * (1 - 1 / expert)
+        return rest.on(tensor), of_experts.sharded.on() / expert, replicated
 
 
 @dataclass(frozen=True)

@@ -239,7 +239,8 @@ def _experts(unit: TracedUnit, tokens: int, chosen: int) -> ExpertCost | None:
     if not unit.experts:
         return None
     row = unit.output.on() / tokens
-    return ExpertCost(unit.expert_elements, unit.experts, min(chosen, unit.experts), float(tokens), row)
+    amounts = float(tokens), row, unit.expert_frozen
+    return ExpertCost(unit.expert_elements, unit.experts, min(chosen, unit.experts), *amounts)
 
 
 def _moments(same: Sequence[TracedUnit], batches: Sequence[int]) -> dict[str, tuple[tuple[Divided, ...], ...]]:

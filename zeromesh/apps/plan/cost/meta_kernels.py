@@ -31,7 +31,13 @@ def kernels_of(device: str) -> Iterator[None]:
         for function, chosen in _CHOSEN[device].items():
             plain = getattr(F, function)
             stack.enter_context(patch.object(F, function, _on_meta(chosen, plain)))
+        stack.enter_context(patch.object(torch, "autocast", _autocast))
         yield
+
+
+def _autocast(device_type: str, *args: Any, _plain: Any = torch.autocast, **kwargs: Any) -> Any:
+    """Return the context in which a layer casts, or does not; torch has none for the meta device."""
+    return _plain("cpu" if device_type == "meta" else device_type, *args, **kwargs)
 
 
 def _on_meta(chosen: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:

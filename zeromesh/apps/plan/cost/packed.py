@@ -21,6 +21,7 @@ class Packing(NamedTuple):
     scale: float  # bytes beside each group of elements
     group: int = 0  # elements; 0: a row of the matrix
     whole: bool = True  # scales are on every rank, since they are no parameters
+    stacked: bool = False  # stacked weights of experts have this form, too
 
 
 def packing_of(chosen: Quantization, width: int) -> Packing:
@@ -30,7 +31,8 @@ def packing_of(chosen: Quantization, width: int) -> Packing:
         return Packing(1.0, width, whole=False) if chosen.bits == 8 else Packing(1.0, width + 1, GROUP, whole=False)
     if chosen.bits == 8:
         return Packing(1.0, 4.0)
-    return Packing(0.5, 4.0 if chosen.double is False else 1.0 + 4.0 / BLOCK_OF_SCALES, BLOCK)
+    scale = 4.0 if chosen.double is False else 1.0 + 4.0 / BLOCK_OF_SCALES
+    return Packing(0.5, scale, BLOCK, stacked=chosen.stacked)
 
 
 def packed_weights(model: nn.Module) -> set[int]:

@@ -72,12 +72,14 @@ class TracedUnit:
     tensors: int = 0  # parameters with gradients that are not the root's
     tables: list[TableCost] = field(default_factory=list)
     expert_elements: float = 0.0  # of those with gradients
+    expert_frozen: Frozen = ALL_TRAINED  # of those without
     experts: int = 0  # number of experts
 
-    def add_experts(self, count: int, elements: int) -> None:
+    def add_experts(self, count: int, elements: int, frozen: Frozen = ALL_TRAINED) -> None:
         """Count a parameter of experts, of which the layer has ``count``."""
         self.experts = count
         self.expert_elements += elements
+        self.expert_frozen = self.expert_frozen.plus(frozen)
 
     def add_parameters(self, amount: Divided, root: bool) -> None:
         """Add elements with gradients; those of the root stay in memory."""
@@ -308,13 +310,19 @@ class _Trace:
                 # The root's belong to the unit that reads them first.
                 unit = by_name[name] if name else units[self.places[slot] if slot is not None else 0]
                 share = TensorShare.SPLIT if id(parameter) in self.cuts else TensorShare.WHOLE
+                is_expert = path in self.experts
                 if parameter.requires_grad:
                     unit.add_parameters(divide(parameter.numel(), share), not name)
-                    if path in self.experts:
+                    if is_expert:
                         unit.add_experts(self.experts[path], parameter.numel())
                     continue
-                form = self.options.packing if id(parameter) in packed else None
-                unit.add_frozen(frozen_of(parameter, parameter.element_size(), divide(1, share), not name, form))
+                form = self.options.packing
+                is_stacked = is_expert and parameter.ndim > 2 and form is not None and form.stacked
+                form = form if is_stacked or id(parameter) in packed else None
+                frozen = frozen_of(parameter, parameter.element_size(), divide(1, share), not name, form)
+                unit.add_frozen(frozen)
+                if is_expert:
+                    unit.add_experts(self.experts[path], 0, frozen)
 
     def _add_saved(self, units: Sequence[TracedUnit], saved: Sequence[TracedStorage]) -> None:
         everything: dict[int, list[TracedStorage]] = {}

@@ -3,19 +3,18 @@
 ``calibration.json`` has the ratios of measured to predicted seconds of published rows, by family of GPUs, number of
 devices, GPU and source; ``benchmarks/calibrate_plan.py`` writes it from ``benchmarks/published-rows.json``. The time of
 a step is multiplied by the median of the sources' medians. Rows of one source are alike, and a further run is of
-another source: the interval, in which eight of ten further runs are expected, is that of a normal distribution of
-logarithms with the spread of the sources and that of the rows of one source, which all families of dense models have in
-common, and all of mixtures.
+another source: in the interval lie eight of ten rows by the factor of all sources but their own. Families of dense
+models have its width in common, and those of mixtures.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from math import exp, log, sqrt
 from pathlib import Path
-from statistics import NormalDist, fmean, median
+from statistics import median
 from typing import Any, NamedTuple
 
 from zeromesh.apps.plan.machine.cluster import Device, Machine
@@ -57,35 +56,41 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 Ratios = Mapping[str, Sequence[float]]
 """Ratios of measured to predicted seconds, by source."""
+Groups = Mapping[tuple[str, str], Ratios]
+"""Ratios by family of GPUs and kind of run."""
 
 
-class Spread(NamedTuple):
-    """Standard deviations of logarithms of ratios."""
-
-    between: float  # of the medians of sources of one family and kind of run
-    within: float  # of a source's rows around their median
+def nearest(groups: Groups, family: str, kind: str) -> Ratios:
+    """Return the ratios of a family's kind of run, or of the nearest kind that has some; {} without any."""
+    return next((rows for near in NEAREST[kind] if (rows := groups.get((family, near)))), {})
 
 
-def spread_of(groups: Iterable[Ratios]) -> Spread:
-    """Return the spread that groups of rows have in common; each group is of one family and kind of run."""
-    squares, counts = [0.0, 0.0], [0, 0]
-    for group in groups:
-        medians = [log(median(ratios)) for ratios in group.values()]
-        for place, values in enumerate((medians, *([*map(log, ratios)] for ratios in group.values()))):
-            middle = fmean(values) if place == 0 else medians[place - 1]
-            squares[place > 0] += sum((value - middle) ** 2 for value in values)
-            counts[place > 0] += len(values) - 1
-    between, within = (sqrt(square / count) if count else ERROR for square, count in zip(squares, counts, strict=True))
-    return Spread(between, within)
+def factor_of(ratios: Ratios) -> float:
+    """Return the median of the sources' medians, by logarithms."""
+    return exp(median(log(median(rows)) for rows in ratios.values()))
 
 
-def calibration_of(ratios: Ratios, spread: Spread, devices: Sequence[str] = (), is_bound: bool = False) -> Calibration:
+def error_of(groups: Groups) -> float:
+    """Return how far eight of ten rows are from the factor of all other sources, as a difference of logarithms.
+
+    Each source is left out in turn. The difference is in parts of sqrt(1 + 1 / n) for n other sources, whose median
+    has an error of its own.
+    """
+    errors = []
+    for source in {source for ratios in groups.values() for source in ratios}:
+        others = {key: {name: rows[name] for name in rows if name != source} for key, rows in groups.items()}
+        for key, ratios in groups.items():
+            if source in ratios and (rest := nearest(others, *key)):
+                middle, width = log(factor_of(rest)), sqrt(1 + 1 / len(rest))
+                errors += [abs(log(ratio) - middle) / width for ratio in ratios[source]]
+    return quantile(errors, 1 - 2 * TENTH) if errors else ERROR
+
+
+def calibration_of(ratios: Ratios, error: float, devices: Sequence[str] = (), is_bound: bool = False) -> Calibration:
     """Return the calibration by the ratios of measured to predicted seconds of some sources' rows."""
-    factor = exp(median(log(median(rows)) for rows in ratios.values()))
-    # Of a further source's row, whose distance from the factor has an error of its own.
-    deviation = sqrt(spread.between**2 * (1 + 1 / len(ratios)) + spread.within**2)
-    high = exp(NormalDist().inv_cdf(1 - TENTH) * deviation)
-    return Calibration(factor, 1 / high, high, sum(map(len, ratios.values())), tuple(devices), is_bound)
+    high = exp(error * sqrt(1 + 1 / len(ratios)))
+    rows = sum(map(len, ratios.values()))
+    return Calibration(factor_of(ratios), 1 / high, high, rows, tuple(devices), is_bound)
 
 
 @cache
@@ -114,21 +119,23 @@ def calibrated(device: Device, kind: str, experts: bool = False) -> Calibration:
 
 @cache
 def _calibrated(short: str, kind: str, experts: bool) -> Calibration:
-    name = table()["family"].get(short, "")
-    families = table()["families"]
-    family = (families.get(name + WITH_EXPERTS) if experts else None) or families.get(name, {})
+    name, families = table()["family"].get(short, ""), table()["families"]
+    if experts and name + WITH_EXPERTS in families:
+        name += WITH_EXPERTS
+    family = families.get(name, {})
     for near in NEAREST[kind]:
         if rows := family.get(near):
             is_measured = any(short in of_kind for of_kind in family.values())
-            spread = _spread(family is families.get(name + WITH_EXPERTS))
-            return calibration_of(by_source(rows), spread, tuple(rows), is_bound=not is_measured)
+            error = _error(name.endswith(WITH_EXPERTS))
+            return calibration_of(by_source(rows), error, tuple(rows), is_bound=not is_measured)
     return Calibration(is_bound=True)
 
 
 @cache
-def _spread(experts: bool) -> Spread:
-    families = [family for name, family in table()["families"].items() if name.endswith(WITH_EXPERTS) is experts]
-    return spread_of(by_source(rows) for family in families for rows in family.values())
+def _error(experts: bool) -> float:
+    families = table()["families"].items()
+    alike = [(name, family) for name, family in families if name.endswith(WITH_EXPERTS) is experts]
+    return error_of({(name, kind): by_source(rows) for name, family in alike for kind, rows in family.items()})
 
 
 def by_source(rows: Mapping[str, Ratios]) -> Ratios:

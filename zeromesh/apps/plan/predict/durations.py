@@ -125,8 +125,11 @@ class Durations:
             attention = speed.total(work for work in unit.forward if work.kind is WorkKind.ATTENTION)
         exchange = self._exchange(unit)
         dense, experts = unit.elements(layout.tensor, layout.expert_shares)
-        states = self._states(dense, unit.frozen.sharded.on(layout.tensor), away, self.shard)
-        others = [self._tables(unit), self._states(experts, 0.0, away, self.expert_data) if experts else {}]
+        frozen, expert_frozen, _ = unit.frozen_bytes(layout.tensor, layout.expert_shares)
+        states = self._states(dense, frozen, away, self.shard)
+        others = [self._tables(unit)]
+        if experts or expert_frozen:
+            others.append(self._states(experts, expert_frozen, away, self.expert_data))
         for name, seconds in (pair for part in others for pair in part.items()):
             states[name] = states.get(name, 0.0) + seconds
         states["saved_out"] = self._saved_out(unit)

@@ -91,6 +91,17 @@ def _kinds(cost: ModelCost) -> _Kinds:
     return _Kinds(replace(cost, units=units), tuple(map(len, kinds.values())))
 
 
+class _Elements(NamedTuple):
+    """Elements with gradients, and bytes of others, without those in units of experts."""
+
+    elements: float
+    block: float  # of the smallest block
+    frozen: float
+    frozen_block: float
+    experts: float  # in units of experts
+    frozen_experts: float
+
+
 class TimeBound:
     """Least step time and memory of layouts of one model on one machine, from the same seconds as ``time_of``."""
 
@@ -102,7 +113,7 @@ class TimeBound:
         self._moves: dict[tuple[object, ...], _Moves] = {}
         self._known: dict[tuple[int, int], _Kinds] = {}
         self._saved: dict[tuple[object, ...], float] = {}
-        self._parameters: dict[tuple[int, int], tuple[float, float, float, float, float]] = {}
+        self._parameters: dict[tuple[int, int], _Elements] = {}
         self._device = slowest(machine)
         self._factor = calibration_on(machine, experts=self.experts > 0).factor
 
@@ -174,21 +185,22 @@ class TimeBound:
     def states(self, layout: ParallelLayout) -> float:
         """Return bytes on the device that states alone take on the average rank, with the context of the device."""
         row, widths, group = layout.row, layout.widths, layout.data * layout.context
-        elements, block, frozen, frozen_block, experts = self._elements(layout.tensor, layout.expert_shares)
+        sizes = self._elements(layout.tensor, layout.expert_shares)
         # Elements of a stage, and in parts of the groups that shard them: those of experts have groups of their own.
-        stage_elements = (elements + experts) / layout.pipeline
-        shard_elements = (elements / group + experts / layout.expert_data) / layout.pipeline
+        stage_elements = (sizes.elements + sizes.experts) / layout.pipeline
+        shard_elements = (sizes.elements / group + sizes.experts / layout.expert_data) / layout.pipeline
         left = 1.0 if row.optimizer_tier is Tier.DEVICE else 1.0 - row.offloaded
         updated = shard_elements if row.optimizer is Placement.SHARDED else stage_elements
         total = updated * (widths.master + widths.states) * left
         if row.parameter_tier is Tier.DEVICE:
             is_sharded = row.parameter is Placement.SHARDED
             total += (shard_elements if is_sharded else stage_elements) * widths.parameter
-            total += frozen / layout.pipeline / (group if is_sharded else 1)
+            frozen = sizes.frozen / group + sizes.frozen_experts / layout.expert_data
+            total += (frozen if is_sharded else sizes.frozen + sizes.frozen_experts) / layout.pipeline
         if row.parameter is Placement.SHARDED:
             # Gradients grow as activations shrink, so they are left out; gathered blocks are there all the time.
             slots = min(layout.parameter_slots, self.blocks // layout.pipeline)
-            total += slots * (block * widths.parameter + frozen_block)
+            total += slots * (sizes.block * widths.parameter + sizes.frozen_block)
         elif row.gradient is Placement.REPLICATED:
             total += stage_elements * min(widths.gradient, widths.wire)
         elif row.gradient_tier is Tier.DEVICE:
@@ -211,21 +223,18 @@ class TimeBound:
         in_flight = held(layout) / layout.chunks
         return self._saved[key] / layout.pipeline * max(1.0, 0.8 * in_flight)
 
-    def _elements(self, tensor: int, shares: int) -> tuple[float, float, float, float, float]:
-        """Return elements of the model and of its smallest block on a tensor rank, and bytes of frozen ones of both.
-
-        The last number is that of elements in units of experts, of which ``shares`` ranks have one share each.
-        """
+    def _elements(self, tensor: int, shares: int) -> _Elements:
+        """Return the amounts of a tensor rank; each of ``shares`` ranks has one share of the experts."""
         if (tensor, shares) not in self._parameters:
             cost, counts = self._at(1, 1)
             sizes, experts = zip(*(unit.elements(tensor, shares) for unit in cost.units), strict=True)
-            frozen = [unit.frozen.sharded.on(tensor) for unit in cost.units]
+            frozen, expert_frozen, _ = zip(*(unit.frozen_bytes(tensor, shares) for unit in cost.units), strict=True)
             amounts: list[float] = []
             for per_unit in (sizes, frozen):
                 least = min((size for size, unit in zip(per_unit, cost.units, strict=True) if unit.block), default=0.0)
                 amounts += [sum(map(mul, per_unit, counts)), least]
-            in_units = sum(map(mul, experts, counts))
-            self._parameters[tensor, shares] = amounts[0], amounts[1], amounts[2], amounts[3], in_units
+            in_units = [sum(map(mul, sizes, counts)) for sizes in (experts, expert_frozen)]
+            self._parameters[tensor, shares] = _Elements(*amounts, *in_units)
         return self._parameters[tensor, shares]
 
     def _passes_of(self, layout: ParallelLayout) -> _Passes:

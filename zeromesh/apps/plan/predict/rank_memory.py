@@ -86,7 +86,6 @@ def memory_of(
     profiles = _profiles(units, layout, conventions)
     places = stage_units(units, layout.pipeline * layout.chunks, even=not conventions.engine)
     stages = [_runs(profiles, place) for place in places]
-    expert_data = layout.expert_data
     processor = any(node.device.processor for node, _ in machine.nodes) if machine else False
     if sums is None and processor and machine:
         # Ranks of one node read each other's memory, as long as ``communication.local_memory`` lets them.
@@ -97,7 +96,7 @@ def memory_of(
     memories = []
     for rank, (indices, shots) in enumerate(snapshots):
         chunks = [stages[stage] for stage in indices]
-        elements = _elements(chunks, expert_data)
+        elements = _elements(chunks, layout.expert_data)
         if elements not in states:
             states[elements] = conventions.states(elements, layout, sums or SumPlace.COLLECTIVE)
         tables = [table for runs in chunks for unit, count in runs for table in unit.tables * count]
@@ -120,6 +119,7 @@ class _Profile(NamedTuple):
     experts: float  # elements of a unit of experts inside of it
     expert: float  # elements of one of them
     frozen: float  # bytes of others that rest, and are gathered, with them
+    expert_frozen: float  # bytes of others in the unit of experts
     stays: float  # of those, the root's
     replicated: float  # bytes of them on every rank
     resident: float  # of them, those that stay gathered
@@ -161,17 +161,16 @@ def _profile(unit: UnitCost, layout: ParallelLayout) -> _Profile:
     policy = layout.recompute if layout.recompute in unit.saved else Recompute.NONE
     saved = unit.saved[policy].on(tensor, sequence) if policy in unit.saved else 0.0
     again = unit.saved[Recompute.NONE].on(tensor, sequence) - saved if policy is not Recompute.NONE else 0.0
-    late = sum(
+    late = layout.widths.parameter * sum(
         work.shape[0]
-        * (layout.expert_split / tensor if work.groups else 1)
         * work.shape[1]
-        / ((layout.expert_split if work.groups else tensor) if work.divided == "columns" else 1)
-        * layout.widths.parameter
         * work.count
+        / (tensor if work.divided == "columns" else tensor / layout.expert_split if work.groups else 1)
         for work in unit.forward
         if work.shape and work.kind is WorkKind.PRODUCT
     )
     parameters, experts = unit.elements(tensor, layout.expert_shares)
+    frozen, expert_frozen, replicated = unit.frozen_bytes(tensor, layout.expert_shares)
     elements = parameters - unit.resident.on(tensor)
     single = unit.single and padded(elements, layout.widths.parameter, layout.data * layout.context) <= elements
     return _Profile(
@@ -180,9 +179,10 @@ def _profile(unit: UnitCost, layout: ParallelLayout) -> _Profile:
         parameters,
         experts,
         experts * layout.expert / unit.experts.number if unit.experts else 0.0,
-        unit.frozen.sharded.on(tensor),
+        frozen,
+        expert_frozen,
         unit.frozen.resident.on(tensor),
-        unit.frozen.whole,
+        replicated,
         unit.resident.on(tensor),
         single,
         unit.largest.on(tensor),
@@ -245,7 +245,8 @@ def _elements(chunks: Sequence[_Runs], expert_data: int) -> tuple[UnitElements, 
         for unit, count in units
         if unit.parameters > unit.resident or unit.frozen > unit.stays
     ]
-    rest += [UnitElements(unit.experts, count, ranks=expert_data) for unit, count in units if unit.experts]
+    sparse = [entry for entry in units if entry[0].experts or entry[0].expert_frozen]
+    rest += [UnitElements(unit.experts, count, False, unit.expert_frozen, 0.0, expert_data) for unit, count in sparse]
     first, stays, replicated = (
         sum(getattr(unit, name) * count for unit, count in units) for name in ("resident", "stays", "replicated")
     )
