@@ -144,8 +144,9 @@ def split_plan(
 
 
 def refuse_axes(model: nn.Module, mesh: Mesh) -> None:
-    """Raise ValueError if ranks would share one copy of a model of Keras, whose layers are not split."""
-    wanted = [f"{axis} = {mesh.sizes[axis]}" for axis, role in AXES.items() if role.splits and mesh.sizes[axis] > 1]
+    """Raise ValueError if ranks would share layers of a model of Keras, which are not split."""
+    shared = [axis for axis, role in AXES.items() if (role.splits or role.folded) and mesh.sizes[axis] > 1]
+    wanted = [f"{axis} = {mesh.sizes[axis]}" for axis in shared]
     if wanted and (layer := next(layers_of(model), None)) is not None:
         raise ValueError(
             f"the mesh has {' and '.join(wanted)}, and {type(layer).__name__} is of Keras, whose layers are not split: "
