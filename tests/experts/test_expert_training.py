@@ -118,6 +118,18 @@ def test_experts_are_quantized_as_they_are_read(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.full
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_a_folder_of_experts_in_4_bits_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    import transformers
+
+    build("gpt_oss").save_pretrained(tmp_path / "plain")
+    options = {"quantization_config": transformers.BitsAndBytesConfig(load_in_4bit=True), "quantize_experts": True}
+    zeromesh.from_pretrained(tmp_path / "plain", deferred=False, **options).save_pretrained(tmp_path / "coded")
+    with pytest.raises(ValueError, match="_proj was saved in 4 bits.* original weights, with .*quantize_experts=True"):
+        zeromesh.from_pretrained(tmp_path / "coded")
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
