@@ -32,6 +32,8 @@ def test_text_and_boxes_stay_on_the_sheet_at_a_size_that_a_phone_can_show(name: 
     for text in root.iter(f"{SPACE}text"):
         assert float(text.get("font-size", 0)) >= 10
         assert float(text.get("y", 0)) <= height
+        size = float(text.get("font-size", 0)) * len(text.text or "") / 2  # as most fonts have it
+        assert float(text.get("x", 0)) + size * (text.get("text-anchor") == "start") <= width, text.text
 
 
 def test_placement_follows_the_table_of_stages() -> None:

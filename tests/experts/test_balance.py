@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from functools import partial
 from itertools import count
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -530,6 +531,7 @@ def test_a_part_of_the_model_is_counted_as_it_is_called() -> None:
 def test_a_router_that_returns_probabilities_is_refused() -> None:
     options = {"output_router_logits": True}
     engine = engine_of(mixture("qwen3_moe", torch.float32, **options), experts={"auxiliary_loss": "global"})
+    assert "position_ids" in inspect.signature(engine.module.forward).parameters  # libraries ask for it
 
     def soften(module: nn.Module, args: Any, output: Any) -> Any:
         return output[0].softmax(-1), *output[1:]

@@ -2,6 +2,7 @@
 
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +17,7 @@ from harness import on_ranks, run_ranks
 from test_expert_adapters import WEIGHTS, build, loaded, quantized
 from zeromesh.apps.train import train_run as train
 from zeromesh.apps.train.train_settings import TrainSettings
+from zeromesh.apps.verify.plain_training import Trial
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT = 240
@@ -118,6 +120,18 @@ def test_experts_are_quantized_as_they_are_read(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.full
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_a_folder_of_experts_in_4_bits_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    import transformers
+
+    build("gpt_oss").save_pretrained(tmp_path / "plain")
+    options = {"quantization_config": transformers.BitsAndBytesConfig(load_in_4bit=True), "quantize_experts": True}
+    zeromesh.from_pretrained(tmp_path / "plain", deferred=False, **options).save_pretrained(tmp_path / "coded")
+    with pytest.raises(ValueError, match="_proj was saved in 4 bits.* original weights, with .*quantize_experts=True"):
+        zeromesh.from_pretrained(tmp_path / "coded")
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -176,3 +190,13 @@ def test_trainers_of_other_libraries_share_experts(library: str, number: int, tm
     torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(wanted[0]), rtol=1e-3, atol=1e-5)
     assert found[1].keys() == wanted[1].keys()
     torch.testing.assert_close(found[1], dict(wanted[1]), rtol=1e-3, atol=1e-4)
+
+
+def test_a_model_that_verify_reads_from_its_file_returns_router_logits(tmp_path: Path) -> None:
+    from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+    torch.save(small_mixture(), tmp_path / "model.pt")
+    with patch.dict(_CAN_RECORD_REGISTRY, clear=True):  # as in a process that has built no model
+        model: Any = Trial.model(SimpleNamespace(dtype=None), tmp_path / "model.pt")  # type: ignore[arg-type]
+        tokens = torch.arange(6)[None]
+        assert model(input_ids=tokens, labels=tokens, output_router_logits=True).router_logits

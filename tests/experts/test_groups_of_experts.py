@@ -52,8 +52,8 @@ def test_ranks_that_share_experts_are_neighbours_of_one_copy_of_a_stage(sizes: d
     ("mesh", "ranks", "fitting"),
     [
         ({"expert": 3}, 4, "does not divide the 4 ranks of one copy of a stage (data 4 x context 1 x tensor 1)"),
-        ({"expert": 4, "pipeline": 2}, 4, "set it to one of 1, 2"),
-        ({"expert": 2, "replicate": 4}, 4, "does not divide the 1 rank of one copy"),
+        ({"expert": 4, "pipeline": 2}, 4, "set it to 2, or make that product a multiple of 4"),
+        ({"expert": 2, "replicate": 4}, 4, "cut; leave it out, or make that product a multiple of 2"),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused_with_those_that_do(mesh: dict, ranks: int, fitting: str) -> None:

@@ -76,3 +76,44 @@ def test_own_experts_train_as_in_one_process(stacked: bool, row: int, mesh: dict
     for losses, state in run_ranks(trained, mesh["data"] * mesh.get("tensor", 1), stacked, row, mesh):
         assert losses == pytest.approx(expected, rel=1e-9)
         assert_close(state, model)
+
+
+def reloaded(row: int) -> Any:
+    """Train, load what ``state_dict()`` had before, and train by the same batch again."""
+    config = configuration(sgd(0.1), row, mesh={"expert": 2}, batch=8, experts={"targets": ["ffn"]})
+    engine = zeromesh.initialize(model=build(True), config=config)[0]
+    before = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    losses = []
+    for _ in range(2):
+        engine.module.load_state_dict(before)
+        losses.append(float(engine.train_batch(iter([batch(0).chunk(2)[engine.data_rank]]))))
+    engine.load_state_dict(before)
+    return losses, before, engine.module.state_dict()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_the_state_of_a_plain_model_is_read_and_loaded_where_parameters_are_not_sharded(row: int) -> None:
+    for losses, before, after in run_ranks(reloaded, 2, row):
+        assert losses[0] == losses[1]
+        assert_close(before, build(True))
+        assert_close(after, build(True))
+
+
+def refusal_of_plan(plan: dict[str, str]) -> str:
+    mesh = {"expert": 2, "tensor": 2}
+    sections = {"mesh": mesh, "micro": 8, "experts": {"targets": ["ffn"]}, "tensor_parallel": {"plan": plan}}
+    try:
+        zeromesh.initialize(model=build(True), config=configuration(sgd(0.1), 0, **sections))
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("pattern", ["ffn", "**"])
+def test_a_plan_that_splits_experts_which_ranks_share_is_refused(pattern: str) -> None:
+    for text in run_ranks(refusal_of_plan, 2, {pattern: "moe_tp_experts"}):
+        assert text.startswith(f"tensor_parallel.plan: {pattern!r} names ")
+        assert "mesh.expert is 2" in text
+        assert "leave the rule out, or set mesh.expert to 1" in text

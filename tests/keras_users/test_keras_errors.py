@@ -106,7 +106,7 @@ def test_what_is_not_compiled_or_built_is_refused() -> None:
         zeromesh.initialize(model=keras.Sequential([keras.layers.Dense(3)]), config=CONFIG)
 
 
-@pytest.mark.parametrize("axis", ["tensor", "context", "pipeline"])
+@pytest.mark.parametrize("axis", ["tensor", "context", "pipeline", "expert"])
 @on_ranks(2)
 def test_ranks_do_not_share_a_layer_of_keras(axis: str) -> None:
     import zeromesh

@@ -13,15 +13,15 @@ COLOURS = dict(zip(TOKENS, (BLUE, GREEN, ORANGE, VIOLET), strict=True))
 
 def experts() -> str:
     """Return what happens to four tokens of two ranks in a layer of four experts."""
-    canvas, left, wide = Canvas(378), (62.0, 226.0), 146.0
+    canvas, left, wide = Canvas(392), (62.0, 226.0), 146.0
     for rank in range(RANKS):
         canvas.text(left[rank] + wide / 2, 18, f"rank {rank}", 12, "middle")
     for y, *lines in (
         (44, "tokens"),
         (80, "router"),
-        (136, "rows sent"),
+        (162, "rows"),
         (220, "experts"),
-        (286, "results", "sent back"),
+        (296, "results"),
         (339, "sum over", "ranks"),
     ):
         for number, line in enumerate(lines):
@@ -55,7 +55,8 @@ def experts() -> str:
             canvas.box(x + 2 + 72 * place, 330, 70, 22, COLOURS[name], f"{name}: sum")
     canvas.box(left[0], 104, left[1] + wide - left[0], 22, VIOLET, "all-to-all: counts, then rows and weights")
     canvas.box(left[0], 280, left[1] + wide - left[0], 24, VIOLET, "all-to-all: one row back for each row that came")
-    canvas.text(8, 370, "b and c have all their experts at home; a and d are sent to one other rank, once", 10)
+    canvas.text(8, 370, "b and c have all their experts at home. a and d have one on", 10)
+    canvas.text(8, 384, "the other rank too, and are sent there once.", 10)
     return canvas.svg("Tokens travel to the ranks of their experts, and the results travel home")
 
 

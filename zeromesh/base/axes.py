@@ -69,10 +69,11 @@ def folded_problem(sizes: Mapping[str, int]) -> str:
     if cut % size == 0:
         return ""
     product = " x ".join(f"{axis} {sizes[axis]}" for axis in FOLDED)
-    fitting = ", ".join(str(count) for count in range(1, cut + 1) if cut % count == 0)
+    fitting = " or ".join(str(count) for count in range(2, cut + 1) if cut % count == 0)
+    remedy = f"set it to {fitting}" if fitting else "leave it out"
     return (
         f"mesh.expert is {size}, which does not divide the {counted(cut, 'rank')} of one copy of a stage ({product}), "
-        f"out of which the groups that share experts are cut; set it to one of {fitting}"
+        f"out of which the groups that share experts are cut; {remedy}, or make that product a multiple of {size}"
     )
 
 

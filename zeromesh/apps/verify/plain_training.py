@@ -6,6 +6,7 @@ own. Every share of the global batch is computed on its own, as its rank does, a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -81,6 +82,12 @@ class Trial:
     def model(self, path: Path) -> nn.Module:
         """Return a new copy of the model, in training mode and the dtype of this trial."""
         model: nn.Module = torch.load(path, map_location="cpu", weights_only=False)
+        # transformers notes what models of a class give beside their results, such as the logits of routers, as it
+        # builds one, which nobody has done in this process.
+        library = sys.modules.get("transformers.utils.output_capturing")
+        for module in model.modules():
+            if library is not None and hasattr(module, "_can_record_outputs"):
+                library._CAN_RECORD_REGISTRY[module] = module._can_record_outputs
         return (model if self.dtype is None else model.to(self.dtype)).train()
 
     def inputs(self, step: int, share: int, micro_batch: int) -> Any:

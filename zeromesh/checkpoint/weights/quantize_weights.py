@@ -77,7 +77,8 @@ def quantize(
         The files of other tensors than quantized weights.
 
     Raises:
-        ValueError: the library is not installed, does not have this kind of quantization, or a file is missing.
+        ValueError: the library is not installed, does not have this kind of quantization, a file is missing, or has a
+            stacked weight in 4 bits.
     """
     library = str(getattr(getattr(config, "quant_method", None), "value", ""))
     if library not in LIBRARIES:
@@ -109,6 +110,11 @@ def quantize(
     quantizer.postprocess_model(model)
     change(model, hf_quantizer=quantizer)  # PEFT asks it how to quantize
     other += [file for left in saved.values() for file in left.values()]
+    if coded := next((file.key.partition(".quant_state.")[0] for file in other if ".quant_state." in file.key), None):
+        raise ValueError(
+            f"{coded} was saved in 4 bits, and is no weight of a linear layer, which transformers cannot read back "
+            "either; name the folder of the original weights, with quantization_config and quantize_experts=True"
+        )
     if not deferred:
         for _, layer in layers(model):
             for _, part in parts(weight_of(layer)):  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from zeromesh.comm.message_formats import FORMATS
 from zeromesh.engine.batches import loss_of
 from zeromesh.parallel.tensor.derive import derive
 from zeromesh.parallel.tensor.sequence import Stack, find_stacks
-from zeromesh.parallel.tensor.split_plan import PlanRule
+from zeromesh.parallel.tensor.split_plan import PlanRule, matches
 from zeromesh.parallel.tensor.split_plan import SplitPlan as SplitPlan
 from zeromesh.parallel.tensor.tensor_plan import as_json, parse, resolve
 from zeromesh.shard.tables.find_tables import find_tables
@@ -113,10 +113,17 @@ def split_plan(
     tables, _ = find_tables(model, settings.embedding_tables.modules, {})
     derived_rules = {name: rule for name, rule in derived_rules.items() if name not in tables}
     # Experts that ranks share are whole, and what calls them gets all tokens of this rank's samples.
-    derived_rules = dict.fromkeys((item.caller for item in experts), PlanRule("shared_experts")) | derived_rules
-    inside = [f"{item.name}." for item in experts]
-    named = (*(name for name, _ in model.named_modules()), *(name for name, _ in model.named_parameters()))
-    without = {*tables, *(name for name in named if any(name.startswith(prefix) for prefix in inside))}
+    callers = dict.fromkeys((item.caller for item in experts), PlanRule("shared_experts"))
+    derived_rules = callers | derived_rules | callers  # go first, also before rules for the same names
+    named = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    inside = [name for name in named if any(f"{name}.".startswith(f"{item.name}.") for item in experts)]
+    for pattern in user_rules:
+        if (clash := next((name for name in (*inside, *callers) if matches(name, pattern)), None)) is not None:
+            raise ValueError(
+                f"tensor_parallel.plan: {pattern!r} names {clash}, but mesh.expert is {mesh.sizes['expert']}, and "
+                "experts that ranks share stay whole; leave the rule out, or set mesh.expert to 1, to split each expert"
+            )
+    without = {*tables, *inside} - {*callers}
     if mesh.rank == 0:
         listing = "".join(f"\n  {note}" for note in notes)
         _log.info(
@@ -144,8 +151,9 @@ def split_plan(
 
 
 def refuse_axes(model: nn.Module, mesh: Mesh) -> None:
-    """Raise ValueError if ranks would share one copy of a model of Keras, whose layers are not split."""
-    wanted = [f"{axis} = {mesh.sizes[axis]}" for axis, role in AXES.items() if role.splits and mesh.sizes[axis] > 1]
+    """Raise ValueError if ranks would share layers of a model of Keras, which are not split."""
+    shared = [axis for axis, role in AXES.items() if (role.splits or role.folded) and mesh.sizes[axis] > 1]
+    wanted = [f"{axis} = {mesh.sizes[axis]}" for axis in shared]
     if wanted and (layer := next(layers_of(model), None)) is not None:
         raise ValueError(
             f"the mesh has {' and '.join(wanted)}, and {type(layer).__name__} is of Keras, whose layers are not split: "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -74,6 +74,8 @@ class TakingParts:
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Let a module compute by another function; the module, which users and the engine hold, stays the same object."""
+    if isinstance(forward, partial):
+        update_wrapper(forward, module.forward, assigned=(), updated=())  # libraries ask for its signature
     module.forward = forward
 
 

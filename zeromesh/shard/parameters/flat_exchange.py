@@ -38,8 +38,9 @@ def join(held_part: Held, part: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 def join_experts(model: nn.Module, flats: Iterable[Flat], mesh: Mesh) -> None:
     """Let the model's ``state_dict()`` have all experts, which ranks share, as that of the plain model. Collective.
 
-    It is what libraries save where the parameters are not sharded, on all ranks.
+    It is what libraries save where the parameters are not sharded, on all ranks. ``load_state_dict`` takes it back.
     """
+    mesh.group("expert").purposes[JOIN_TAG] = "experts for the model's state_dict(), which all ranks call"
     segments = [segment for flat in flats for segment in flat.layout.segments]
     parts = {segment.name: segment.held for segment in segments if segment.held.axis == "expert"}
 
@@ -53,7 +54,15 @@ def join_experts(model: nn.Module, flats: Iterable[Flat], mesh: Mesh) -> None:
                 if part.split is not None and tuple(value.shape) == part.shape != part.whole:
                     state[prefix + name] = join(part, value, mesh)
 
+    def cut_parts(module: nn.Module, state: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        for name, part in parts.items():
+            value = state.get(prefix + name)
+            if value is not None and tuple(value.shape) == part.whole:
+                gathered = tuple(model.get_parameter(name).shape) == part.whole
+                state[prefix + name] = value if gathered else part.cut(value)
+
     model.register_state_dict_post_hook(join_parts)
+    model.register_load_state_dict_pre_hook(cut_parts)
 
 
 class FlatExchange:
