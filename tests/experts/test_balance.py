@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from functools import partial
 from itertools import count
-import inspect
 from pathlib import Path
 from typing import Any
 
