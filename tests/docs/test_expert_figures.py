@@ -10,7 +10,7 @@ import pytest
 from commands import call
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "experts.md").read_text()
-COMMAND = re.search(r"zeromesh (plan llama:.*) --explain expert.json", PAGE)
+COMMAND = re.search(r"zeromesh (plan llama:.*) --explain expert.json", PAGE.replace("\\\n", ""))
 ROWS = re.findall(r"^\| `(\{.*\})` ((?:\| [0-9.]+ s ){3})\|$", PAGE, re.MULTILINE)
 
 
