@@ -203,6 +203,6 @@ def test_experts_with_another_axis_or_routing(name: str, key: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", [name for name, row in MIXTURES.items() if "For" in row.model])  # they have a loss
 def test_experts_and_parts_of_sequences(name: str) -> None:
     check_unless_refused(name, "context")

@@ -37,7 +37,7 @@ from zeromesh.parallel.follow import split_views as split_views  # which registe
 from zeromesh.parallel.follow.split_activation import RULES
 from zeromesh.parallel.tensor.float8_layers import use_alone
 from zeromesh.shard.optim import factory, schedules
-from zeromesh.shard.optim.groups import hidden_matrices
+from zeromesh.shard.optim.groups import expert_matrices
 from zeromesh.shard.optim.scaler import LossScaler
 
 SAMPLED = 512  # elements of each parameter whose share of every micro-batch's gradient is kept, to find causes
@@ -174,9 +174,9 @@ class PlainTraining:
         alone: Any = SimpleNamespace(
             buckets=[[*shapes]],
             sum=lambda vector: vector,
-            gather=lambda bucket, values: {name: value.view(shapes[name]) for name, value in values.items()},
+            gather=lambda bucket, values, parts: {name: value.view(shapes[name]) for name, value in values.items()},
         )
-        matrices = partial(hidden_matrices, self.model)
+        matrices = partial(expert_matrices, self.model)
         groups = []
         for group in self._tables.groups:
             options = {key: value for key, value in group.items() if key != "params"}
