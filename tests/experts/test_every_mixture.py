@@ -202,7 +202,11 @@ def test_experts_with_another_axis_or_routing(name: str, key: str) -> None:
     check_unless_refused(name, key)
 
 
+SPARSE = ("axk2", "deepseek_v32", "glm_moe_dsa")
+"""Models whose sparse attention reads a mask that there is none of under context parallelism: torch's error says so."""
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("name", [name for name, row in MIXTURES.items() if "For" in row.model])  # they have a loss
+@pytest.mark.parametrize("name", [name for name, row in MIXTURES.items() if "For" in row.model and name not in SPARSE])
 def test_experts_and_parts_of_sequences(name: str) -> None:
     check_unless_refused(name, "context")
