@@ -146,6 +146,8 @@ class Planner:
         if layers not in self._costs:
             with torch.device("meta"):
                 model = Decoder(shape_of(self._options, layers))
+                if self._options.get("adapters"):
+                    add_adapters(model, self._options["adapters"])
 
             def inputs(batch: int, length: int) -> dict[str, torch.Tensor]:
                 tokens = torch.empty(batch, length, dtype=torch.int64, device="meta")
@@ -223,10 +225,26 @@ def engine_of(options: Options, folder: str, layers: int, ratio: float | None) -
         for kind in (nn.Linear, nn.Embedding):  # layers do not draw weights that Quick would draw again
             stack.enter_context(patch.object(kind, "reset_parameters", lambda module: None))
         model = Quick(shape_of(options, layers))
+        if options.get("adapters"):
+            add_adapters(model, options["adapters"])
     engine, *_ = zeromesh.initialize(model=model, config=configuration(options, folder, ratio))
     if options.get("compile"):
         engine.compile(backend=options.get("backend", "inductor"))
     return engine
+
+
+def add_adapters(model: nn.Module, rank: int) -> None:
+    """Freeze a model, and add trained adapters (LoRA) to all its projections but the head, in place.
+
+    Raises:
+        LeftOut: the package peft is not there.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError:
+        raise LeftOut("needs the package peft") from None
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "head"]
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names), model)
 
 
 def update(engine: Any, options: Options, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -278,7 +296,9 @@ def train(options: Options, job: Options) -> Figures:
         marks.append(time.perf_counter())
     synchronize(device)
     seconds = (time.perf_counter() - marks[0]) / steps
-    flops = tokens * training_flops_per_token(shape) / seconds
+    # Frozen weights have no gradients, which are a third of the operations.
+    share = 2 / 3 if options.get("adapters") else 1.0
+    flops = share * tokens * training_flops_per_token(shape) / seconds
     told_losses = [loss.item() for loss in losses]
     found |= {
         "seconds_per_update": seconds, "flops": flops, "losses": told_losses,

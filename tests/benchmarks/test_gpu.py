@@ -112,9 +112,9 @@ def test_a_step_that_ends_the_whole_call_is_not_tried_for_ever(steps: list[Step]
     assert began(tmp_path) == ["plain 1.0"]
 
 
-def test_the_steps_of_one_gpu_take_at_most_40_minutes_in_calls_of_9() -> None:
+def test_the_steps_of_one_gpu_take_at_most_60_minutes_in_calls_of_9() -> None:
     here = [step for step in STEPS if step.gpus <= 1 and not step.key]
-    assert sum(step.minutes for step in here) <= 40
+    assert sum(step.minutes for step in here) <= 60
     assert max(step.minutes for step in STEPS) + PAGE_SECONDS / 60 <= 9
     assert len({step.name for step in STEPS}) == len(STEPS)
     assert {step.work for step in STEPS} == gpu_steps.WORK.keys() == gpu.SMALL.keys()
