@@ -164,6 +164,12 @@ RULES: dict[str, UpdateRule] = {
 }
 """Rules by the names that rows of ``base.optimizer_table`` have of them."""
 
+
+def state_dtype(narrow: bool, master: torch.dtype) -> torch.dtype:
+    """Return the dtype of a state beside its master: bf16 for a ``narrow`` one of an fp32 master."""
+    return torch.bfloat16 if narrow and master is torch.float32 else master
+
+
 _REFUSED = ("amsgrad", "differentiable", "capturable")
 
 
