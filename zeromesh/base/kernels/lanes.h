@@ -51,23 +51,18 @@ INLINE SHORTS NAME(to_bfloat)(FLOATS x) {
     return __builtin_convertvector(((nan & quiet) | (~nan & rounded)) >> 16, SHORTS);
 }
 
-// Each of 32 bits spread over all of them; zeromesh/base/kernels/rounding.py explains this and what follows.
-INLINE INTEGERS NAME(mix)(INTEGERS x) {
-    x = (x ^ (x >> 16)) * 0x7feb352d;
-    x = (x ^ (x >> 15)) * 0x846ca68b;
-    return x ^ (x >> 16);
-}
-
+// Bits from an element's own numbers, which zeromesh/base/kernels/rounding.py explains.
 INLINE INTEGERS NAME(random_bits)(FLOATS gradient, FLOATS master, uint32_t salt) {
-    return NAME(mix)(NAME(mix)((INTEGERS)gradient ^ salt) ^ (INTEGERS)master);
+    INTEGERS x = ((INTEGERS)gradient ^ salt) * 0x7feb352d;
+    x = (x ^ (x >> 15) ^ (INTEGERS)master) * 0x846ca68b;
+    x = (x ^ (x >> 16)) * 0x7feb352d;
+    return x ^ (x >> 15);
 }
 
-// Rounded to one of the two next to it, by 16 random bits. What is no finite number stays what it is.
+// Rounded to one of the two next to it, by 16 random bits. They leave infinity what it is, and NaNs go without them.
 INLINE SHORTS NAME(to_bfloat_randomly)(FLOATS x, INTEGERS random) {
-    INTEGERS bits = (INTEGERS)x;
-    INTEGERS finite = (INTEGERS)((bits & 0x7f800000) != 0x7f800000);
-    INTEGERS nan = (INTEGERS)((bits & 0x7fffffff) > 0x7f800000);
-    return __builtin_convertvector(((bits + (finite & random)) | (nan & 0x400000)) >> 16, SHORTS);
+    INTEGERS number = (INTEGERS)(x == x);
+    return __builtin_convertvector(((INTEGERS)x + (number & random)) >> 16, SHORTS);
 }
 
 INLINE void NAME(narrow)(void *to, int64_t i, int type, FLOATS x) {
@@ -198,8 +193,9 @@ TARGET static void NAME(update)(const struct row *row, const struct piece *q, in
     if (narrow) stream = 0;
 #define CASE(rule)                                                                      \
     case rule:                                                                          \
-        if (halves && narrow) NAME(elements)(rule, row, q, begin, end, 0, 1, narrow);   \
-        else if (narrow) NAME(elements)(rule, row, q, begin, end, 0, 0, narrow);        \
+        if (halves && narrow == 3) NAME(elements)(rule, row, q, begin, end, 0, 1, 3);   \
+        else if (narrow == 3) NAME(elements)(rule, row, q, begin, end, 0, 0, 3);        \
+        else if (narrow) NAME(elements)(rule, row, q, begin, end, 0, halves, narrow);   \
         else if (halves && stream) NAME(elements)(rule, row, q, begin, end, 1, 1, 0);   \
         else if (halves) NAME(elements)(rule, row, q, begin, end, 0, 1, 0);             \
         else if (stream) NAME(elements)(rule, row, q, begin, end, 1, 0, 0);             \
