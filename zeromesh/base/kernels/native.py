@@ -15,7 +15,7 @@ import torch
 _log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-_INTERFACE = 7  # `INTERFACE` in native.h, to be counted up in both when one would misread the other
+_INTERFACE = 8  # `INTERFACE` in native.h, to be counted up in both when one would misread the other
 TYPES: dict[torch.dtype, int] = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # codes; 0 is not a tensor
 CPU = torch.device("cpu")
 SUMMED: dict[torch.dtype, int] = TYPES | {torch.float64: 4}  # of what messages add up to
@@ -28,10 +28,11 @@ class RuleRow(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("rule", "first", "nesterov", "momentous")),
         *((name, ctypes.c_float) for name in ("scale", "weight_decay", "decay", "step", "weight1")),
         *((name, ctypes.c_float) for name in ("beta2", "weight2", "root", "eps")),
+        ("salt", ctypes.c_int32),
     ]
 
 
-# `struct piece`: gradient, parameter, three read, three written, two remainders, elements; dtypes, row, unused.
+# `struct piece`: gradient, parameter, three read, three written, two remainders, elements; dtypes, row, narrow.
 PIECE = "@11q4i"
 PIECE_BYTES = 104
 

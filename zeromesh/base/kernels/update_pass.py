@@ -57,7 +57,7 @@ class UpdatePiece:
     # SGD's momentum may then be anything.
     states: tuple[torch.Tensor, ...]
     output: torch.Tensor | None = None  # fp32, bf16 or fp16: takes the new parameter, too, rounded to nearest even
-    # Take what is new, in the dtypes of the old ones, where those are for None and (). A step so written can be dropped.
+    # Take what is new, in the old ones' dtypes; None and () for where those are. A step so written can be dropped.
     new_master: torch.Tensor | None = None
     new_states: tuple[torch.Tensor, ...] = field(default=())
     remainder: torch.Tensor | None = None  # int16, the lower half of the master; None: it is whole
@@ -101,8 +101,7 @@ def update(
     workers, native = threads_of(threads), library()
     natively = []
     for piece in pieces:
-        narrow = any(state.dtype is rounding.NARROW for state in piece.states)
-        if native is None or narrow or piece.master.dtype is torch.float64 or RULES[piece.step.rule].code is None:
+        if native is None or piece.master.dtype is torch.float64 or RULES[piece.step.rule].code is None:
             _update_by_windows(piece, factor)
         else:
             natively.append(piece)
@@ -113,7 +112,7 @@ def update(
     rows = (RuleRow * len(steps))(*(_row(step, factor) for step in steps.values()))
     table = ctypes.create_string_buffer(PIECE_BYTES * len(pieces))
     for index, piece in enumerate(pieces):
-        struct.pack_into(PIECE, table, PIECE_BYTES * index, *_described(piece), numbers[id(piece.step)], 0)
+        struct.pack_into(PIECE, table, PIECE_BYTES * index, *_described(piece), numbers[id(piece.step)], _narrow(piece))
     stream = sum(piece.master.numel() for piece in pieces) >= STREAMED
     native.handle.zeromesh_update(native.choose(instructions), rows, table, len(pieces), stream, workers)
 
@@ -182,7 +181,7 @@ def _salt(step: UpdateStep) -> int:
 
 def _row(step: UpdateStep, factor: float) -> RuleRow:
     rule = RULES[step.rule]
-    values = {"decay": 1.0, "scale": -factor if step.group.get("maximize") else factor}
+    values = {"decay": 1.0, "salt": _salt(step), "scale": -factor if step.group.get("maximize") else factor}
     return RuleRow(rule=rule.code, **values | rule.row(step.group, step.number))
 
 
@@ -199,6 +198,11 @@ def _described(piece: UpdatePiece) -> tuple[int, ...]:
     addresses = (piece.gradient.data_ptr(), 0 if output is None else output.data_ptr(), *read, *missing, *write)
     types = (TYPES[piece.gradient.dtype], 0 if output is None else TYPES[output.dtype])
     return (*addresses, *missing, *remainders, piece.master.numel(), *types)
+
+
+def _narrow(piece: UpdatePiece) -> int:
+    """Return which states are bf16, as bits of a number."""
+    return sum(1 << index for index, state in enumerate(piece.states) if state.dtype is rounding.NARROW)
 
 
 _EXACT, _WIDE = (torch.float32,), (torch.float64,)
