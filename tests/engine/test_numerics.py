@@ -32,6 +32,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "predivide": ["none", "factor 3", "ranks"],
     "accumulate": ["default", "fp32", "bf16"],
     "wire": ["default", "fp32", "bf16", "fp16"],
+    "states": ["fp32", "bf16"],
 }
 PAIRS = [Case(**values) for values in pairwise(FACTORS, seed=2)]
 USUAL = {**FACTORS, "policy": [name for name in FACTORS["policy"] if "slots" not in name or "all" in name]}
@@ -72,7 +73,7 @@ def check(case: Case, runs: Sequence[Run]) -> dict[str, torch.Tensor]:
         assert (other.rates, other.scales) == (runs[0].rates, runs[0].scales), case
         assert [str(norm) for norm in other.norms] == [str(norm) for norm in runs[0].norms], case
     check_rounded(case, runs, masters)
-    usual = (case.accumulate, case.wire) == ("default", "default")
+    usual = (case.accumulate, case.wire, case.narrow) == ("default", "default", ())
     if case.precision == "float64" and usual:
         check_plain(case, runs, masters, 1e-9)
     # Muon's directions are rounded to bf16: a sum in another order may round one of them the other way.
@@ -90,6 +91,12 @@ def check_rounded(case: Case, runs: Sequence[Run], masters: dict[str, torch.Tens
     assert max(different.values()) <= limit, f"{case}: masters differ in {different}"
     assert (runs[0].scales, runs[0].rates) == (reference.scales, reference.rates), case
     assert all(run.counts.items() <= reference.counts.items() for run in runs), case
+    for run in runs:
+        assert set(run.states) <= set(reference.states), case
+        assert bool(run.states) == bool(case.narrow), case
+        for key, state in run.states.items():
+            assert state.dtype is torch.bfloat16, f"{case}: {key} is {state.dtype}"
+            assert torch.equal(state, reference.states[key]), f"{case}: {key} differs"
     for name, master in masters.items():
         assert torch.equal(runs[0].state[name], case.computed(master)), f"{case}: {name} is not its master, rounded"
 
@@ -180,6 +187,26 @@ def test_rows_and_slot_budgets_do_not_change_a_bit(precision: str, policies: lis
 def test_split_masters_match_their_reference() -> None:
     shared = {"precision": "bf16", "mesh": "2", "accumulation": 3, "clip": True, "checkpointing": True}
     check_policies(shared, SPLIT)
+
+
+NARROW = ["row 0", "row 1", "row 2", "row 3", *NATIVE, *IN_PART]
+
+
+@pytest.mark.parametrize(
+    ("precision", "policies"),
+    [
+        pytest.param("fp32", ["row 2", "row 3, all on host, early", "row 3, nvme"], id="some"),
+        *(pytest.param(name, NARROW, id=name, marks=pytest.mark.full) for name in ("fp32", "bf16", "fp16")),
+    ],
+)
+def test_states_in_bf16_have_the_same_bits_in_every_row_and_tier(precision: str, policies: list[str]) -> None:
+    shared = {"precision": precision, "accumulation": 3, "clip": True, "states": "bf16"}
+    check_policies({**shared, "mesh": "2"}, policies)
+
+
+@pytest.mark.full
+def test_states_in_bf16_beside_split_masters_match_their_reference() -> None:
+    check_policies({"precision": "bf16", "mesh": "2", "accumulation": 3, "clip": True, "states": "bf16"}, SPLIT)
 
 
 MATRIX = {

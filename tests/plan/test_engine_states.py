@@ -92,6 +92,8 @@ WIDTHS: dict[str, dict[str, Any]] = {
     **{name: {"optimizer": {"type": name, "params": {"lr": 1e-3}}} for name in ("lion", "adagrad", "sgd", "lamb")},
     "momentum": {"optimizer": {"type": "sgd", "params": {"lr": 1e-3, "momentum": 0.9}}},
     "centred RMSprop": {"optimizer": {"type": "RMSprop", "params": {"lr": 1e-3, "centered": True, "momentum": 0.9}}},
+    "states in bf16": {**ADAMW, "optimizer_state_dtype": "bf16"},
+    "second moments in bf16": {**ADAMW, "optimizer_state_dtype": {"exp_avg_sq": "bf16"}},
     "sums in bf16": {**ADAMW, "data_types": {"grad_accum_dtype": "bf16"}},
     "messages in fp32": {**ADAMW, "communication_data_type": "fp32"},
 }

@@ -60,17 +60,20 @@ def limits(name: str, folder: str, precision: dict[str, Any]) -> list[str]:
     return said
 
 
-FP32 = {"bf16": {"enabled": False}}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp32": {"bf16": {"enabled": False}},
+    "states in bf16": {"optimizer_state_dtype": {"exp_avg": "bf16"}},
+}
 
 
 @pytest.mark.some(5)
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [(name, precision) for name in PLACES for precision in ({}, FP32) if name != "split" or not precision],
-    ids=lambda value: value if isinstance(value, str) else "fp32" if value else "bf16",
+    [(name, precision) for name in PLACES for precision in PRECISIONS if name != "split" or precision != "fp32"],
 )
-def test_the_need_is_what_the_report_says_to_the_byte(name: str, precision: dict[str, Any], tmp_path: Any) -> None:
-    for refused, taken in run_ranks(limits, 2, name, str(tmp_path), precision):
+def test_the_need_is_what_the_report_says_to_the_byte(name: str, precision: str, tmp_path: Any) -> None:
+    for refused, taken in run_ranks(limits, 2, name, str(tmp_path), PRECISIONS[precision]):
         assert taken == ""
         assert "what is to rest in the host memory of this node takes" in refused
         assert "host_memory_limit is" in refused

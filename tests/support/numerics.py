@@ -123,6 +123,13 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "muon": {"lr": 1e-2, "weight_decay": 0.1},
     "adagrad": {"lr": 1e-2, "initial_accumulator_value": 0.01},
 }
+NARROW = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+    "lion": ("exp_avg",),
+    "adagrad": ("sum",),
+}
+"""States that can be bf16, by optimizer."""
 GAMMA = 0.9
 """The learning rate's factor from update to update."""
 
@@ -142,6 +149,7 @@ class Case:
     predivide: str = "none"
     accumulate: str = "default"
     wire: str = "default"
+    states: str = "fp32"
 
     def __str__(self) -> str:
         parts = [self.policy, self.precision, f"{self.mesh} ranks", self.optimizer]
@@ -152,6 +160,7 @@ class Case:
         parts += [f"predivide {self.predivide}"] if self.predivide != "none" else []
         parts += [f"summed in {self.accumulate}"] if self.accumulate != "default" else []
         parts += [f"sent in {self.wire}"] if self.wire != "default" else []
+        parts += ["states in bf16"] if self.narrow else []
         return ", ".join(parts)
 
     @property
@@ -170,6 +179,12 @@ class Case:
         if self.precision == "bf16" and "split" in self.policy:
             return halves.split(master)[0]
         return master.to(self.compute)
+
+    @property
+    def narrow(self) -> tuple[str, ...]:
+        """Names of the optimizer's states that are bf16."""
+        keeps = self.states == "bf16" and self.precision != "float64"
+        return NARROW.get(self.optimizer, ()) if keeps else ()
 
     @property
     def row(self) -> int:
@@ -234,6 +249,7 @@ class Case:
             "optimizer": {"type": self.optimizer, "params": dict(OPTIMIZERS[self.optimizer])},
             "scheduler": {"type": "ExponentialLR", "params": {"gamma": GAMMA}},
             "communication_data_type": None if self.wire == "default" else self.wire,
+            "optimizer_state_dtype": dict.fromkeys(self.narrow, "bf16") or None,
             "data_types": {"grad_accum_dtype": None if self.accumulate == "default" else self.accumulate},
             **({"prescale_gradients": True} if self.predivide == "ranks" else {}),
             **({"gradient_predivide_factor": 3.0} if self.predivide == "factor 3" else {}),
@@ -318,6 +334,7 @@ class Run:
     pieces: list[tuple[str, int, int]] = field(default_factory=list)
     on_host: list[str] = field(default_factory=list)
     masters: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
+    states: dict[tuple[str, int, int, str], torch.Tensor] = field(default_factory=dict)
     counts: dict[str, float] = field(default_factory=dict)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -350,7 +367,9 @@ def _train(case: Case, further: Mapping[str, Any]) -> Run:
             key = (piece.name, piece.start, piece.stop)
             run.pieces.append(key)
             run.masters[key] = piece.parameter.detach().flatten().clone()
-            run.counts[piece.name] = float(optimizer.state.get(piece.parameter, {}).get("step", 0))
+            state = optimizer.state.get(piece.parameter, {})
+            run.states |= {(*key, name): state[name].flatten().clone() for name in case.narrow if name in state}
+            run.counts[piece.name] = float(state.get("step", 0))
     run.state = engine.gathered_state_dict()
     moved = engine.memory_report()["activation"].get("host", 0)
     assert bool(moved) == (case.checkpointing and case.offload), case
@@ -428,14 +447,18 @@ def make_optimizers(name: str, parameters: dict[str, nn.Parameter], cut: Sequenc
 
 
 def apply(
-    views: dict[Any, nn.Parameter], optimizers: Any, gradients: dict[str, torch.Tensor | None], native: Any = ()
-) -> None:  # fmt: skip
-    """One step; of the parameters named in ``native`` by the native kernel, where it can."""
+    views: dict[Any, nn.Parameter],
+    optimizers: Any,
+    gradients: dict[str, torch.Tensor | None],
+    native: Any = (),
+    narrow: Sequence[str] = (),
+) -> None:
+    """One step; of the parameters named in ``native`` by the native kernel, where it can, with ``narrow`` states."""
     for (name, start, stop), view in views.items():
         gradient = gradients[name]
         view.grad = None if gradient is None else gradient.flatten()[start:stop].view(view.shape).clone()
     for optimizer in optimizers:
-        steps, ours = HostSteps(optimizer, 1.0), []
+        steps, ours = HostSteps(optimizer, 1.0, narrow), []
         for (name, _, _), view in views.items():
             if name in native and view.grad is not None and steps.takes(view, view.grad):
                 ours.append(StepInput(view, view.grad.view(-1)))
@@ -489,6 +512,7 @@ def rounded(case: Case, runs: Sequence[Run]) -> tuple[Run, dict[str, torch.Tenso
     policy = "row 0" if case.row == 0 else "row 1" if case.row == 1 and case.accumulation > 1 else "row 3"
     policy += ", split" * ("split" in case.policy)
     native = () if case.optimizer in ("lamb", "muon") else tuple(runs[0].on_host)
+    native = tuple(name for name, _ in build_net(torch.float32).named_parameters()) if case.narrow else native
     return _rounded(replace(case, policy=policy, checkpointing=False), tuple(runs[0].norms), tuple(cut), native)
 
 
@@ -517,7 +541,7 @@ def _rounded(
             assert abs(norms[step] - norm) <= 1e-6 * norm, f"update {step}: norm {norms[step]}, but {norm} expected"
             clip = min(1.0, CLIP / (norms[step] + 1e-6)) if case.clip else 1.0
             means = {name: None if t is None else t.to(case.master).mul_(factor * clip) for name, t in sums.items()}
-            apply(views, optimizers, means, native)
+            apply(views, optimizers, means, native, case.narrow)
             for one in optimizers:
                 for group in one.param_groups:
                     group["lr"] *= GAMMA
@@ -527,6 +551,8 @@ def _rounded(
         run.scales.append(scaler.value if scaler else 1.0)
         run.rates.append(optimizers[0].param_groups[0]["lr"])
     run.counts = counts(views, optimizers)
+    states = {(*key, name): optimizers[0].state[view].get(name) for key, view in views.items() for name in case.narrow}
+    run.states = {key: value.flatten() for key, value in states.items() if value is not None}
     skipped = sum(not isfinite(norm) for norm in run.norms)
     assert 0 < skipped <= STEPS // 2 if scaler else skipped == 0, f"{case}: {skipped} updates are skipped"
     clipped = sum(norm > CLIP for norm in run.norms)

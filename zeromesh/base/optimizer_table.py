@@ -79,7 +79,7 @@ _COMPRESSION = (
     *("local_step_scaler", "local_step_clipper", "pipeline_enable_split"),
 )
 _LAMB = ("coeff_beta", "factor_max", "factor_min", "factor_threshold")
-_FP32_STATES = {"fp32_optimizer_states": OtherParam("states have the dtype of the master parameters", (True,))}
+_FP32_STATES = {"fp32_optimizer_states": OtherParam("it is true or false", (True, False))}
 _GRAD_NONE = {"set_grad_none": OtherParam()}
 _AMSGRAD = {"amsgrad": OtherParam("only Adam and AdamW have it", (False,))}
 _ADAM_PARAMS = {

@@ -131,7 +131,12 @@ def load_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: Reader) 
             name = f"optimizer/{key}/{piece.name}"
             if name in reader.names:
                 rests_in_rows = key in in_rows  # by ``load_rows``
-                state[key] = unloaded(piece.parameter.detach()) if rests_in_rows else _read_state(reader, name, piece)
+                dtype = sharded.state_dtype(flat, key)
+                state[key] = (
+                    unloaded(torch.empty_like(piece.parameter, dtype=dtype, device="meta"))
+                    if rests_in_rows
+                    else _read_state(reader, name, piece, dtype)
+                )
         for key, value in reader.manifest["scalars"].get(piece.name, {}).items():
             state[key] = state_number(key, value, piece.parameter, groups.get(id(piece.parameter), {}))
 
@@ -148,12 +153,12 @@ def load_rows(sharded: ShardedModel, window: StateWindow, reader: Reader) -> Non
                 read_held(reader, name, piece.held, start, stop, row[part.within])
 
 
-def _read_state(reader: Reader, name: str, piece: Piece) -> torch.Tensor:
+def _read_state(reader: Reader, name: str, piece: Piece, wanted: torch.dtype) -> torch.Tensor:
     """Return a state in its parameter's shape; or in its own, whole, if it was written so."""
     parameter, shape, dtype = piece.parameter, reader.shape(name), reader.dtype(name)
     held_part, start, stop = _state_place(piece, shape)
-    # The run's own precision: a checkpoint may be of masters in another one.
-    dtype = parameter.dtype if dtype.is_floating_point else dtype
+    # The run's own precision: a checkpoint may be of masters or states in another one.
+    dtype = wanted if dtype.is_floating_point else dtype
     state = torch.empty(stop - start, dtype=dtype, device=parameter.device)
     read_held(reader, name, held_part, start, stop, state)
     return state.view(parameter.shape if shape == piece.shape else state.shape if piece.by_row else shape)

@@ -110,6 +110,11 @@ REFUSALS: list[Refusal[Any]] = [
         "dtype of what is updated; set both, or none",
     ),
     (
+        lambda s: s.bf16.bf16_master_weights_and_grads and s.has_narrow_states,
+        "optimizer_state_dtype (or fp32_optimizer_states = false) rounds states stochastically beside fp32 masters, "
+        "and bf16.bf16_master_weights_and_grads keeps none; leave one of them out",
+    ),
+    (
         lambda s: s.bf16.bf16_master_weights_and_grads and s.zero_optimization.row_options.split_master,
         "zero_optimization.offload_optimizer.split_master keeps fp32 masters in halves, and "
         "bf16.bf16_master_weights_and_grads keeps none; leave one of them out",

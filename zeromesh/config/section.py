@@ -71,6 +71,13 @@ Dtype = Annotated[
         json_schema_input_type=Literal[tuple(DTYPE_NAMES)],
     ),
 ]
+StateDtype = Annotated[
+    Literal["fp32", "bf16"],
+    BeforeValidator(
+        lambda value: DTYPE_NAMES.get(str(value).lower().removeprefix("torch."), value),
+        json_schema_input_type=Literal[tuple(name for name, short in DTYPE_NAMES.items() if short != "fp16")],
+    ),
+]
 ReduceOp = Annotated[
     Literal["mean", "sum"],
     BeforeValidator(

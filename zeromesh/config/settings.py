@@ -33,6 +33,7 @@ from zeromesh.config.section import (
     PositiveInt,
     ReduceOp,
     Section,
+    StateDtype,
     as_dtype,
     key,
 )
@@ -106,6 +107,11 @@ class Settings(Section):
         None, "Dtype in which gradients are sent. Null: the dtype of the parameters."
     )
     data_types: precisions.DataTypes = precisions.DataTypes()
+    optimizer_state_dtype: StateDtype | dict[str, StateDtype] | None = key(
+        None,
+        "Dtype of the optimizer's states beside fp32 master weights: of all, or by name, such as exp_avg. bf16 halves "
+        "their memory, with stochastic rounding. Null: fp32.",
+    )
     fp16: precisions.Fp16 = precisions.Fp16()
     bf16: precisions.Bf16 = key(precisions.Bf16(), "Train in bf16 with fp32 master weights.")
     torch_autocast: precisions.TorchAutocast = key(
@@ -343,6 +349,21 @@ class Settings(Section):
             cast_inputs=self.fp16.auto_cast if self.fp16.enabled else self.bf16.auto_cast,
             loss_scale=self._loss_scale if "fp16" in (compute, autocast) else None,
         )
+
+    @property
+    def state_dtypes(self) -> tuple[Mapping[str, str], str]:
+        """Dtypes of the optimizer's states that are named, and of all others: ``fp32`` or ``bf16``."""
+        chosen = self.optimizer_state_dtype
+        # DeepSpeed's key, beside which names stand for exceptions.
+        wide = self.optimizer is None or self.optimizer.params.get("fp32_optimizer_states", True) is not False
+        rest = "fp32" if wide else "bf16"
+        return (chosen, rest) if isinstance(chosen, dict) else ({}, chosen or rest)
+
+    @property
+    def has_narrow_states(self) -> bool:
+        """True if some state of the optimizer is to be bf16 beside an fp32 master."""
+        named, rest = self.state_dtypes
+        return "bf16" in (rest, *named.values())
 
     @property
     def _loss_scale(self) -> LossScale:

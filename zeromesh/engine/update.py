@@ -84,7 +84,7 @@ class Update:
         self._mesh, self._accumulation = sharded.mesh, sharded.accumulation
         # Gradients of states on the host are not the optimizer's own either.
         shards = sharded.row.optimizer is Placement.SHARDED and self._mesh.shard.size > 1
-        self._holds_pieces = shards or sharded.is_split or self._mesh.sizes["tensor"] > 1 or sharded.updates_on_host
+        self._holds_pieces = shards or sharded.is_split or self._mesh.sizes["tensor"] > 1 or sharded.updates_by_rules
         self._first_batches = first_batches
         self._asked, self._skipped_in_a_row = 0, 0
         self._save_failed, self._told_uneven = save_failed, False
@@ -179,7 +179,7 @@ class Update:
             if (limit := self._config.gradient_clipping) > 0:
                 # The constant is torch's clip_grad_norm_.
                 factor *= min(1.0, limit / ((self.norm or 0.0) + 1e-6))
-            steps = HostSteps(optimizer, factor) if self._sharded.updates_on_host else None
+            steps = self._steps(optimizer, factor) if self._sharded.updates_by_rules else None
             self._sharded.tables.scale(factor)
         except BaseException:
             self._sharded.forget_gradients()
@@ -206,6 +206,9 @@ class Update:
         finally:
             self.updating = False
             expire()  # logits of the last forward would be computed with the new weights
+
+    def _steps(self, optimizer: Optimizer, factor: float) -> HostSteps:
+        return HostSteps(optimizer, factor, self._sharded.store.states.narrow)
 
     def _check_groups(self) -> None:
         """Raise RuntimeError if a group holds a parameter of the model instead of pieces of it."""
@@ -372,4 +375,4 @@ def _host_steps(update: weakref.ref[Update]) -> HostSteps | None:
     if alive is None or alive._optimizer is None:
         return None
     # As they will be if the gradients are not clipped: an early update that guessed wrong is computed again.
-    return HostSteps(alive._optimizer, alive.gradient_factor)
+    return alive._steps(alive._optimizer, alive.gradient_factor)

@@ -14,6 +14,8 @@
 #define INTEGERS NAME(integers)
 #define SHORTS NAME(shorts)
 
+#define IS_NARROW(narrow, k) ((narrow) << 1 >> (k) & 1)  // of master and states by their index, the first state's is 1
+
 typedef float FLOATS __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t INTEGERS __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t SHORTS __attribute__((vector_size(2 * WIDTH)));
@@ -49,6 +51,20 @@ INLINE SHORTS NAME(to_bfloat)(FLOATS x) {
     return __builtin_convertvector(((nan & quiet) | (~nan & rounded)) >> 16, SHORTS);
 }
 
+// Bits from an element's own numbers, which zeromesh/base/kernels/rounding.py explains.
+INLINE INTEGERS NAME(random_bits)(FLOATS gradient, FLOATS master, uint32_t salt) {
+    INTEGERS x = ((INTEGERS)gradient ^ salt) * 0x7feb352d;
+    x = (x ^ (x >> 15) ^ (INTEGERS)master) * 0x846ca68b;
+    x = (x ^ (x >> 16)) * 0x7feb352d;
+    return x ^ (x >> 15);
+}
+
+// Rounded to one of the two next to it, by 16 random bits. They leave infinity what it is, and NaNs go without them.
+INLINE SHORTS NAME(to_bfloat_randomly)(FLOATS x, INTEGERS random) {
+    INTEGERS number = (INTEGERS)(x == x);
+    return __builtin_convertvector(((INTEGERS)x + (number & random)) >> 16, SHORTS);
+}
+
 INLINE void NAME(narrow)(void *to, int64_t i, int type, FLOATS x) {
     if (type == FLOAT32) NAME(store)((float *)to + i, x, 0);
     else *(NAME(shorts_anywhere) *)((uint16_t *)to + i) = type == FLOAT16 ? TO_HALF(x) : NAME(to_bfloat)(x);
@@ -77,11 +93,10 @@ INLINE FLOATS NAME(lerp)(FLOATS start, FLOATS end, float weight) {
     return FMA(coefficient, end - start, near_start ? start : end);
 }
 
-// One step of a rule. States that it does not have are left alone.
+// One step of a rule, of a scaled gradient. States that it does not have are left alone.
 INLINE void NAME(rule)(int rule, const struct row *row, FLOATS g, FLOATS *p, FLOATS *s, FLOATS *t) {
     const FLOATS zero = {0};
     FLOATS step = zero + row->step;
-    g = g * row->scale;
     if (row->weight_decay != 0) g = FMA(zero + row->weight_decay, *p, g);
     if (rule == ADAM) {
         *s = NAME(lerp)(*s, g, row->weight1);
@@ -108,8 +123,10 @@ INLINE void NAME(rule)(int rule, const struct row *row, FLOATS g, FLOATS *p, FLO
 }
 
 // A vector of elements, from i on.
-INLINE void NAME(advance)(int rule, const struct row *row, const struct piece *q, int64_t i, int stream, int halves) {
+INLINE void NAME(advance)(int rule, const struct row *row, const struct piece *q, int64_t i, int stream, int halves,
+                          int narrow) {
     FLOATS x[3] = {{0}};
+    INTEGERS random = {0};
     int states = rule == ADAM ? 2 : rule == SGD ? row->momentous : 1;
     ASK(q->gradient, 2 * i, 2);
     if (halves) {
@@ -118,28 +135,35 @@ INLINE void NAME(advance)(int rule, const struct row *row, const struct piece *q
         x[0] = NAME(join)((const uint16_t *)q->read[0] + i, q->remainder + i);
     }
     for (int k = halves; k <= states; k++) {
-        ASK(q->read[k], 4 * i, 4);
-        x[k] = NAME(load)(q->read[k] + i);
+        int type = IS_NARROW(narrow, k) ? BFLOAT16 : FLOAT32;
+        ASK(q->read[k], bytes_of(type) * i, bytes_of(type));
+        x[k] = NAME(widen)(q->read[k], i, type);
     }
-    NAME(rule)(rule, row, NAME(widen)(q->gradient, i, q->gradient_type), &x[0], &x[1], &x[2]);
+    FLOATS g = NAME(widen)(q->gradient, i, q->gradient_type) * row->scale;
+    if (narrow) random = NAME(random_bits)(g, x[0], row->salt);
+    NAME(rule)(rule, row, g, &x[0], &x[1], &x[2]);
     if (halves) NAME(split)((uint16_t *)q->write[0] + i, q->new_remainder + i, x[0]);
-    for (int k = halves; k <= states; k++) NAME(store)(q->write[k] + i, x[k], stream);
+    for (int k = halves; k <= states; k++)
+        if (IS_NARROW(narrow, k))
+            *(NAME(shorts_anywhere) *)((uint16_t *)q->write[k] + i) =
+                NAME(to_bfloat_randomly)(x[k], k == 1 ? random & 0xffff : random >> 16);
+        else NAME(store)((float *)q->write[k] + i, x[k], stream);
     if (!q->parameter) return;
     ASK(q->parameter, 2 * i, 2);
     NAME(narrow)(q->parameter, i, q->parameter_type, x[0]);
 }
 
 INLINE void NAME(elements)(int rule, const struct row *given, const struct piece *whole, int64_t begin, int64_t end,
-                           int stream, int halves) {
+                           int stream, int halves, int narrow) {
     struct row row = *given;
     struct piece q = *whole;
     int64_t i = begin;
-    for (; i + WIDTH <= end; i += WIDTH) NAME(advance)(rule, &row, &q, i, stream, halves);
+    for (; i + WIDTH <= end; i += WIDTH) NAME(advance)(rule, &row, &q, i, stream, halves, narrow);
     if (i == end) return;
     // The rest, in copies with zeros behind.
     float state[3][WIDTH] = {{0}}, gradient[WIDTH] = {0}, parameter[WIDTH] = {0};
-    int64_t rest = end - i, wide = q.gradient_type == FLOAT32 ? 4 : 2, narrow = q.parameter_type == FLOAT32 ? 4 : 2;
-    int64_t each[3] = {halves ? 2 : 4, 4, 4};
+    int64_t rest = end - i, wide = bytes_of(q.gradient_type), out = bytes_of(q.parameter_type);
+    int64_t each[3] = {halves ? 2 : 4, IS_NARROW(narrow, 1) ? 2 : 4, IS_NARROW(narrow, 2) ? 2 : 4};
     uint16_t remainder[WIDTH] = {0};
     struct piece small = q;
     memcpy(gradient, (const char *)q.gradient + wide * i, wide * rest);
@@ -154,24 +178,28 @@ INLINE void NAME(elements)(int rule, const struct row *given, const struct piece
         small.remainder = small.new_remainder = remainder;
     }
     if (q.parameter) small.parameter = parameter;
-    NAME(advance)(rule, &row, &small, 0, 0, halves);
+    NAME(advance)(rule, &row, &small, 0, 0, halves, narrow);
     for (int k = 0; k < 3; k++)
         if (q.write[k]) memcpy((char *)q.write[k] + each[k] * i, state[k], each[k] * rest);
     if (halves) memcpy(q.new_remainder + i, remainder, 2 * rest);
-    if (q.parameter) memcpy((char *)q.parameter + narrow * i, parameter, narrow * rest);
+    if (q.parameter) memcpy((char *)q.parameter + out * i, parameter, out * rest);
 }
 
 TARGET static void NAME(update)(const struct row *row, const struct piece *q, int64_t begin, int64_t end, int stream) {
-    // Streams need aligned addresses. Halves of a master are not streamed.
-    int halves = q->remainder != NULL;
+    // Streams need aligned addresses. Halves of a master are not streamed, nor is what has states in bf16.
+    int halves = q->remainder != NULL, narrow = q->narrow;
     for (int k = halves; k < 3; k++)
-        if (q->write[k] && (uintptr_t)(q->write[k] + begin) % (4 * WIDTH)) stream = 0;
-#define CASE(rule)                                                               \
-    case rule:                                                                   \
-        if (halves && stream) NAME(elements)(rule, row, q, begin, end, 1, 1);    \
-        else if (halves) NAME(elements)(rule, row, q, begin, end, 0, 1);         \
-        else if (stream) NAME(elements)(rule, row, q, begin, end, 1, 0);         \
-        else NAME(elements)(rule, row, q, begin, end, 0, 0);                     \
+        if (q->write[k] && (uintptr_t)((float *)q->write[k] + begin) % (4 * WIDTH)) stream = 0;
+    if (narrow) stream = 0;
+#define CASE(rule)                                                                      \
+    case rule:                                                                          \
+        if (halves && narrow == 3) NAME(elements)(rule, row, q, begin, end, 0, 1, 3);   \
+        else if (narrow == 3) NAME(elements)(rule, row, q, begin, end, 0, 0, 3);        \
+        else if (narrow) NAME(elements)(rule, row, q, begin, end, 0, halves, narrow);   \
+        else if (halves && stream) NAME(elements)(rule, row, q, begin, end, 1, 1, 0);   \
+        else if (halves) NAME(elements)(rule, row, q, begin, end, 0, 1, 0);             \
+        else if (stream) NAME(elements)(rule, row, q, begin, end, 1, 0, 0);             \
+        else NAME(elements)(rule, row, q, begin, end, 0, 0, 0);                         \
         break
     switch (row->rule) {
         CASE(ADAM);
@@ -252,6 +280,7 @@ TARGET static double NAME(squares)(const void *from, int64_t elements, int type)
 }
 
 #undef INLINE
+#undef IS_NARROW
 #undef FLOATS
 #undef INTEGERS
 #undef SHORTS

@@ -2,7 +2,7 @@
 
 #include <stdint.h>
 
-#define INTERFACE 7
+#define INTERFACE 8
 
 enum number { NOTHING, FLOAT32, BFLOAT16, FLOAT16, FLOAT64 };
 enum rule { ADAM, SGD, LION, ADAGRAD };
@@ -22,20 +22,21 @@ struct row {
     float weight2;         // of the gradient in the second moment, in SGD's momentum and in Lion's
     float root;            // Adam: the root of the second bias correction
     float eps;
+    uint32_t salt;         // of the step, in the random bits that round states to bf16
 };
 
 // Elements that lie together. What is written may be what is read, and is otherwise apart from all else.
 struct piece {
     const void *gradient;
     void *parameter;       // where the new parameter goes as it is computed with, or null
-    const float *read[3];  // master and up to two states; null where the rule has none
-    float *write[3];
+    const void *read[3];   // master and up to two states; null where the rule has none
+    void *write[3];
     const uint16_t *remainder;  // the lower halves of the master, whose upper ones read[0] then has; or null
     uint16_t *new_remainder;
     int64_t elements;
     int32_t gradient_type, parameter_type;
     int32_t row;
-    int32_t unused;
+    int32_t narrow;        // which states are bf16, both read and written: 1 for the first, 2 for the second, 3 for both
 };
 
 // Buffers of one type that are added in their order. Each sum is rounded to the type of `out`, which may be one of them.

@@ -15,8 +15,9 @@ import torch
 _log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-_INTERFACE = 7  # `INTERFACE` in native.h, to be counted up in both when one would misread the other
+_INTERFACE = 8  # `INTERFACE` in native.h, to be counted up in both when one would misread the other
 TYPES: dict[torch.dtype, int] = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # codes; 0 is not a tensor
+CPU = torch.device("cpu")
 SUMMED: dict[torch.dtype, int] = TYPES | {torch.float64: 4}  # of what messages add up to
 
 
@@ -27,10 +28,11 @@ class RuleRow(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("rule", "first", "nesterov", "momentous")),
         *((name, ctypes.c_float) for name in ("scale", "weight_decay", "decay", "step", "weight1")),
         *((name, ctypes.c_float) for name in ("beta2", "weight2", "root", "eps")),
+        ("salt", ctypes.c_int32),
     ]
 
 
-# `struct piece`: gradient, parameter, three read, three written, two remainders, elements; dtypes, row, unused.
+# `struct piece`: gradient, parameter, three read, three written, two remainders, elements; dtypes, row, narrow.
 PIECE = "@11q4i"
 PIECE_BYTES = 104
 
@@ -143,13 +145,15 @@ def threads_of(threads: int | None) -> int:
     return threads
 
 
-def check(name: str, tensor: torch.Tensor, elements: int, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Refuse a tensor that is not 1-D, contiguous, of so many elements, of these dtypes and on the CPU."""
+def check(
+    name: str, tensor: torch.Tensor, elements: int, dtypes: tuple[torch.dtype, ...], device: torch.device = CPU
+) -> None:
+    """Refuse a tensor that is not 1-D, contiguous, of so many elements, of these dtypes and on the device."""
     if tensor.dtype not in dtypes:
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"the {name} is {tensor.dtype}, and the kernel takes {wanted}; use torch's own update")
-    if tensor.device.type != "cpu":
-        raise ValueError(f"the {name} is on {tensor.device}, and the kernel works on the CPU; move it there")
+    if tensor.device != device:
+        raise ValueError(f"the {name} is on {tensor.device}, and the update works on {device}; move it there")
     if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.numel() != elements:
         raise ValueError(
             f"the {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, and must have shape "

@@ -96,17 +96,17 @@ def _adam_by_torch(
     group: Group, number: int, g: torch.Tensor, master: torch.Tensor, states: Sequence[torch.Tensor], decoupled: bool
 ) -> None:
     beta1, beta2 = map(float, group["betas"])
-    steps = [torch.tensor(number - 1.0)]  # torch counts on
+    steps = [torch.tensor(number - 1.0, device=master.device)]  # torch counts on
     options = _for_torch(group, "eps") | {"beta1": beta1, "beta2": beta2, "decoupled_weight_decay": decoupled}
-    adam([master], [g], [states[0]], [states[1]], [], steps, fused=True, amsgrad=False, **options)
+    fused = master.device.type in ("cpu", "cuda", "xpu", "mps")
+    adam([master], [g], [states[0]], [states[1]], [], steps, False, fused=fused, amsgrad=False, **options)
 
 
 def _adagrad_by_torch(
     group: Group, number: int, g: torch.Tensor, master: torch.Tensor, states: Sequence[torch.Tensor]
 ) -> None:
-    adagrad(
-        [master], [g], [states[0]], [torch.tensor(number - 1.0)], fused=True, **_for_torch(group, "eps", "lr_decay")
-    )
+    steps, fused = [torch.tensor(number - 1.0)], master.device.type == "cpu"
+    adagrad([master], [g], [states[0]], steps, fused, foreach=False, **_for_torch(group, "eps", "lr_decay"))
 
 
 def _sgd_by_torch(
@@ -163,6 +163,12 @@ RULES: dict[str, UpdateRule] = {
     ),
 }
 """Rules by the names that rows of ``base.optimizer_table`` have of them."""
+
+
+def state_dtype(narrow: bool, master: torch.dtype) -> torch.dtype:
+    """Return the dtype of a state beside its master: bf16 for a ``narrow`` one of an fp32 master."""
+    return torch.bfloat16 if narrow and master is torch.float32 else master
+
 
 _REFUSED = ("amsgrad", "differentiable", "capturable")
 

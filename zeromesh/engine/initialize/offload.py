@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 
 from zeromesh.base.machine import memory
 from zeromesh.base.placement import Tier
+from zeromesh.base.words import some
 from zeromesh.comm.agreement import agree_success, catch
 from zeromesh.comm.mesh import Mesh
 from zeromesh.config.feature_sections import Aio
-from zeromesh.shard.optim.host import count_states, states_of
+from zeromesh.shard.optim.host import state_names, states_of
 from zeromesh.shard.parameters.flat import Flat
 from zeromesh.shard.store.budget import NEXT, PARTS, MemoryBudget, Prepare, require_host_memory
 from zeromesh.shard.store.nvme import Disk
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-USUAL_STATES = 2  # number of states of an optimizer that the kernel does not know: as many as Adam has
+USUAL_STATES = ("exp_avg", "exp_avg_sq")  # as many as an optimizer that the kernel does not know has, at the most
 
 
 @dataclass(frozen=True)
@@ -48,21 +49,36 @@ def where_offloaded(settings: Resolved, optimizer: Optimizer | None) -> Offload:
     """Return the offload that the configuration asks for; raise ValueError if these states cannot rest there."""
     zero, row = settings.zero_optimization, settings.row
     stored, early = _place(row.parameter_tier, zero.offload_param, settings), zero.early_share
-    form = StateForm(0, row.split)
+    form = StateForm(split=row.split)
     states = _place(row.optimizer_tier, zero.offload_optimizer, settings, split=form.split)
     if form.split:
         early = 0.0
         if optimizer is not None:
             states_of(optimizer, "states are to rest in fewer bytes", "leave offload_optimizer.split_master out")
-    counted, failure = catch(lambda: count_states(optimizer))
-    if counted is None:
+    narrow = _narrow_states(settings, optimizer)
+    names, failure = catch(lambda: state_names(optimizer))
+    if names is None:
         if row.optimizer_tier.in_blocks and failure is not None:
             raise failure
         # Only the kernel updates early, and it does not know this optimizer.
         return Offload(states, stored, StateForm(USUAL_STATES), 0.0)
     if states is not None and states.in_memory:
         early = 0.0
-    return Offload(states, stored, replace(form, states=counted), early)
+    return Offload(states, stored, replace(form, names=names, narrow=narrow), early)
+
+
+def _narrow_states(settings: Resolved, optimizer: Optimizer | None) -> frozenset[str]:
+    """Return the names of the states that are to be bf16; raise ValueError for those that the optimizer cannot keep."""
+    if optimizer is None or not settings.has_narrow_states:
+        return frozenset()
+    states_of(optimizer, "optimizer_state_dtype keeps states in bf16", "leave it and fp32_optimizer_states out")
+    names, (named, rest) = state_names(optimizer), settings.state_dtypes
+    if unknown := sorted({*named} - {*names}):
+        raise ValueError(
+            f"optimizer_state_dtype names {some(unknown)}, but {type(optimizer).__name__}, with its options, has the "
+            f"states {', '.join(names) or 'none'}; name these"
+        )
+    return frozenset(name for name in names if named.get(name, rest) == "bf16")
 
 
 def _place(
@@ -96,7 +112,7 @@ def preparation(model: nn.Module, settings: Resolved, offload: Offload, mesh: Me
         except BaseException:
             Tiers(None, stored).close()
             raise
-        return Tiers(swap, stored, early, offload.form.states)
+        return Tiers(swap, stored, early, offload.form)
 
     def prepare(budget: MemoryBudget) -> Tiers:
         # On a CPU, model and update share the cores, and only the wait for a disk can be hidden. Next copies of
@@ -104,7 +120,7 @@ def preparation(model: nn.Module, settings: Resolved, offload: Offload, mesh: Me
         on_disk = offload.states is not None and not offload.states.in_memory
         overlaps = mesh.device.type != "cpu" or (on_disk and offload.stored is None)
         early = budget.first_early(offload.early or (1.0 if offload.early is None and overlaps else 0.0))
-        states = offload.form.states
+        states = offload.form
         if mesh.rank == 0 and offload.form.split and not any(rows.form.split for rows in budget.rows(states)):
             _log.warning(
                 "%s has no effect here: nothing that is offloaded has fp32 masters of bf16 parameters",

@@ -30,9 +30,18 @@ def widths_of(settings: Settings) -> Widths:
         widths,
         gradient=dtypes.accumulate.itemsize if dtypes.accumulate is not None else widths.gradient,
         wire=dtypes.communicate.itemsize if dtypes.communicate is not None else widths.wire,
-        states=widths.states if optimizer is None else state_bytes(optimizer.type, optimizer.params),
+        states=widths.states if optimizer is None else _state_bytes(settings),
         gathered=1 if settings.float8.gather else 0,
     )
+
+
+def _state_bytes(settings: Settings) -> int:
+    """Return the bytes of the states of an element."""
+    assert settings.optimizer is not None
+    wide = state_bytes(settings.optimizer.type, settings.optimizer.params)
+    named, rest = settings.state_dtypes
+    narrow = {name for name in wide if named.get(name, rest) == "bf16"}
+    return round(sum(size / 2 if name in narrow else size for name, size in wide.items()))
 
 
 def tables_of(settings: Settings) -> TableLayout:

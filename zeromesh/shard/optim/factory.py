@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 _IMPLEMENTATION = frozenset({"capturable", "differentiable", "foreach", "fused"})
 """Options that change how an optimizer computes, and no state."""
 
-USUAL_BYTES = 8  # of states of an element: Adam's
+USUAL_BYTES = {"exp_avg": 4.0, "exp_avg_sq": 4.0}  # of states of an element: Adam's
 
 _ONE_BIT = "it belongs to the 1-bit optimizers, which are not offered"
 
@@ -102,15 +102,15 @@ def _accepted(cls: type[Optimizer]) -> dict[str, inspect.Parameter]:
     return {key: value for key, value in inspect.signature(cls).parameters.items() if key not in reserved}
 
 
-def state_bytes(type: str, params: Mapping[str, Any]) -> int:
-    """Return the bytes of states that the named optimizer keeps for an element of an fp32 parameter.
+def state_bytes(type: str, params: Mapping[str, Any]) -> dict[str, float]:
+    """Return the bytes of each state that the named optimizer keeps for an element of an fp32 parameter, by its name.
 
     One update of a small matrix tells: names of states differ, and options such as ``momentum`` add some.
     """
     cls, _ = _class(type, params)
     row = row_of(cls)
     if row.scope in (Scope.EXCHANGING, Scope.NEVER):
-        return torch.float32.itemsize * len(row.states)
+        return dict.fromkeys(row.states, float(torch.float32.itemsize))
     weight = nn.Parameter(torch.zeros(8, 8, device="cpu", dtype=torch.float32))
     weight.grad = torch.zeros_like(weight)
     arguments = {key: value for key, value in without_auto(params).items() if key not in _IMPLEMENTATION}
@@ -119,8 +119,8 @@ def state_bytes(type: str, params: Mapping[str, Any]) -> int:
         optimizer.step()
     except (ValueError, TypeError, RuntimeError, AssertionError):  # which the start of a run tells
         return USUAL_BYTES
-    states = [value for value in optimizer.state[weight].values() if torch.is_tensor(value) and value.ndim]
-    return round(sum(value.nbytes for value in states) / weight.numel())
+    states = optimizer.state[weight].items()
+    return {key: value.nbytes / weight.numel() for key, value in states if torch.is_tensor(value) and value.ndim}
 
 
 def is_elementwise(type: str, params: Mapping[str, Any]) -> bool:

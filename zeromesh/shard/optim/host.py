@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from zeromesh.base.kernels.update_pass import StatesApart, StepInput, UpdatePiece, UpdateStep, update
-from zeromesh.base.kernels.update_rules import RULES, rule_of
+from zeromesh.base.kernels.update_pass import StatesApart, StepInput, UpdatePiece, UpdateStep, update, update_on_device
+from zeromesh.base.kernels.update_rules import RULES, rule_of, state_dtype
 from zeromesh.base.placement import Tier
-from zeromesh.shard.store.memory import unloaded, zeros_on
+from zeromesh.shard.store.memory import is_unloaded, unloaded, zeros_on
 
 
 def states_of(
@@ -42,19 +42,24 @@ def states_of(
     return names
 
 
-def count_states(optimizer: Optimizer | None) -> int:
-    """Return the largest number of states of the parameter's shape that the kernel updates. Raises as ``states_of``."""
+def state_names(optimizer: Optimizer | None) -> tuple[str, ...]:
+    """Return the names of all states of a parameter's shape that the kernel updates, in order; as ``states_of``."""
     if optimizer is None:
-        return 0
+        return ()
     names = states_of(optimizer)
-    return max((len(names(parameter)) for group in optimizer.param_groups for parameter in group["params"]), default=0)
+    # One rule has more states or fewer, as SGD without momentum, and always in one order.
+    members = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return max((tuple(names(parameter)) for parameter in members), key=len, default=())
 
 
 class HostSteps:
-    """Updates of an optimizer's parameters as its own ``step`` would do them, which can continue with the states."""
+    """Updates of an optimizer's parameters as its own ``step`` would do them, which can continue with the states.
 
-    def __init__(self, optimizer: Optimizer, factor: float) -> None:
-        self.factor = factor
+    States named in ``narrow`` are bf16 where their master is fp32, as ``state_dtype`` says.
+    """
+
+    def __init__(self, optimizer: Optimizer, factor: float, narrow: Collection[str] = ()) -> None:
+        self.factor, self.narrow = factor, frozenset(narrow)
         self._optimizer = optimizer
         self.take_options()
         # Numbers of the steps of parameters that come in parts, and whether they had no states before.
@@ -71,8 +76,8 @@ class HostSteps:
 
     def takes(self, parameter: Parameter, gradient: torch.Tensor) -> bool:
         """Return whether the kernel does for this parameter what the optimizer would."""
-        on_host = parameter.device.type == "cpu" and parameter.dtype in (torch.float32, torch.float64)
-        return on_host and id(parameter) in self._updated
+        kinds = (torch.float32, torch.float64) if parameter.device.type == "cpu" else (torch.float32,)
+        return parameter.dtype in kinds and id(parameter) in self._updated
 
     def step(self, inputs: Sequence[StepInput]) -> None:
         """Take one step of parameters that ``takes`` is true for; all tensors of one have as many elements.
@@ -91,7 +96,9 @@ class HostSteps:
                 master, remainder = apart.master, apart.remainder
             step = steps.setdefault((id(group), number), UpdateStep(rule, group, number))
             pieces.append(UpdatePiece(step, gradient, master, states, output, remainder=remainder))
-        update(pieces, self.factor)
+        update([piece for piece in pieces if piece.master.device.type == "cpu"], self.factor)
+        if on_device := [piece for piece in pieces if piece.master.device.type != "cpu"]:
+            update_on_device(on_device, self.factor)
 
     def coming(self, parameter: Parameter) -> tuple[UpdateStep, tuple[torch.Tensor, ...]] | None:
         """Return the next step of a parameter, and its states; None if it has none yet."""
@@ -103,6 +110,10 @@ class HostSteps:
         begun = not rule.counted or "step" in state
         if not (begun and all(isinstance(value, torch.Tensor) for value in states)):
             return None
+        if any(
+            value.dtype != self._dtype(key, parameter) for key, value in zip(rule.states(group), states, strict=True)
+        ):
+            return None  # somebody has set it: the step itself makes it narrow
         # The numbers as they are now: whether they still hold is compared when the update is asked for.
         numbers = {key: group[key] for key in rule.options if key in group}
         # SGD only tells the first step from the others, by its momentum.
@@ -148,16 +159,25 @@ class HostSteps:
         """
         state, names = self._optimizer.state[parameter], self._names(parameter)
         first = any(state.get(name) is None for name in names)
-        for index, name in enumerate(names) if first else ():
-            if index < apart:
-                state[name] = unloaded(parameter.detach())
+        for index, name in enumerate(names):
+            dtype = self._dtype(name, parameter)
+            if not first:
+                # A user or a checkpoint has given it, or the optimizer has made it when it was built.
+                state[name] = state[name] if is_unloaded(state[name]) else state[name].to(dtype)
+            elif index < apart:
+                state[name] = unloaded(torch.empty_like(parameter, dtype=dtype, device="meta"))
             else:
-                zeros = zeros_on(Tier.HOST, parameter.numel(), parameter.dtype, parameter.device)
+                zeros = zeros_on(Tier.DEVICE, parameter.numel(), dtype, parameter.device)
                 state[name] = zeros.view_as(parameter)
         if not RULES[self._updated[id(parameter)][1]].counted:
             return 1 if first else 2, first
-        state["step"] = state.get("step", torch.tensor(0.0)) + 1
+        # On the host: who reads the number of a step from the device waits for it.
+        number = state.get("step", torch.tensor(0.0))
+        state["step"] = (number.cpu() if isinstance(number, torch.Tensor) else number) + 1
         return int(state["step"]), first
+
+    def _dtype(self, name: str, parameter: Parameter) -> torch.dtype:
+        return state_dtype(name in self.narrow, parameter.dtype)
 
 
 def _number(value: Any) -> Any:

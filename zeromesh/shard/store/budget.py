@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -28,11 +29,12 @@ class MemoryBudget:
     parameter: int = 0  # bytes in host memory, as the next two
     gradient: int = 0
     master: int = 0
-    per_state: int = 0  # further ones for each state, like the parameter, that the optimizer has
+    # Elements that have states in host memory, by the dtype of their masters; those of tables apart, as all their
+    # states are like the master.
+    updated: Counter[tuple[torch.dtype, bool]] = field(default_factory=Counter)
     # Those whose update may begin during the backward. Whose gradients come first is first: its update hides best.
     early: dict[Flat, torch.dtype] = field(default_factory=dict)
     stored: Sequence[Flat] = ()  # those whose parameters rest in blocks
-    form: StateForm = field(default_factory=StateForm)  # of `blocks`, but for the number of states
 
     @classmethod
     def of(
@@ -45,7 +47,7 @@ class MemoryBudget:
         early: Sequence[Flat] = (),
     ) -> MemoryBudget:
         """Return the budget of flat buffers that are laid out, and of tables in memory, which are in no blocks."""
-        blocks, parameter, master, per_state = {}, 0, 0, 0
+        blocks, parameter, master, updated = {}, 0, 0, Counter[tuple[torch.dtype, bool]]()
         form = StateForm(split=row.split)
         for flat in (*flats, *tables):
             layout, elements = flat.layout, flat.own.stop - flat.own.start
@@ -61,14 +63,13 @@ class MemoryBudget:
             elif flat.optimizer_tier is Tier.HOST:
                 master += elements * dtype.itemsize if flat.apart or dtype != layout.dtype else 0
                 pieces = layout.owned(flat.own.start, flat.own.stop)  # states have no padding
-                per_state += sum(stop - start for _, start, stop in pieces) * dtype.itemsize
+                updated[dtype, flat in tables] += sum(stop - start for _, start, stop in pieces)
         first = {flat: flat.master_dtype(mixed) for flat in reversed(early)}
         stored = [flat for flat in flats if flat.parameter_tier.in_blocks]
-        return cls(blocks, parameter, gradient, master, per_state, first, stored, form)
+        return cls(blocks, parameter, gradient, master, updated, first, stored)
 
-    def rows(self, states: int) -> list[Rows]:
-        """Return the rows of all blocks, for an optimizer with so many states."""
-        form = replace(self.form, states=states)
+    def rows(self, form: StateForm) -> list[Rows]:
+        """Return the rows of all blocks."""
         return [Rows(flat, dtype, form) for flat, dtype in self.blocks.items()]
 
     def first_early(self, share: float) -> list[Flat]:
@@ -83,11 +84,13 @@ class MemoryBudget:
         return flats
 
     def host(
-        self, states: int, in_blocks: StorePlace | None, stored: StorePlace | None, early: Sequence[Flat] = ()
+        self, form: StateForm, in_blocks: StorePlace | None, stored: StorePlace | None, early: Sequence[Flat] = ()
     ) -> dict[str, int]:
         """Return bytes in host memory by what they are for, with these states of a parameter, stores and updates."""
-        copies = sum(sum(next_bytes(flat, self.early[flat], states)) for flat in early)
-        rows, rest, buffers = self.rows(states), self.master + states * self.per_state, 0
+        copies = sum(sum(next_bytes(flat, self.early[flat], form)) for flat in early)
+        rows, rest, buffers = self.rows(form), self.master, 0
+        for (dtype, in_table), elements in self.updated.items():
+            rest += elements * (replace(form, narrow=frozenset()) if in_table else form).state_bytes(dtype)
         if in_blocks is not None:
             rest += sum(of.nbytes for of in rows) if in_blocks.in_memory else 0
             buffers += in_blocks.buffer_bytes(of.block_bytes(window) for of in rows for window in of.windows)

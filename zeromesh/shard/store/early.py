@@ -28,7 +28,7 @@ from zeromesh.shard.parameters.absent_guard import change_class, watched_class
 from zeromesh.shard.parameters.flat import Flat
 from zeromesh.shard.store.link import DONE, Copy, Link
 from zeromesh.shard.store.memory import empty_on, is_unloaded, zeros_on
-from zeromesh.shard.store.swap import Swap
+from zeromesh.shard.store.swap import StateForm, Swap
 from zeromesh.shard.store.tiers import Tiers
 from zeromesh.shard.store.window import StateWindow, pieces_in, whole_window
 
@@ -40,6 +40,7 @@ class HostUpdate(Protocol):
     """Update of an optimizer's pieces on the host."""
 
     factor: float  # gradients are multiplied with it
+    narrow: frozenset[str]  # names of states that are bf16, of which all are updated so, wherever they rest
 
     def takes(self, parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
         """Return whether the parameter is updated so, from such a gradient."""
@@ -384,7 +385,7 @@ def _references(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
-def next_bytes(flat: Flat, dtype: torch.dtype, states: int) -> tuple[int, int]:
+def next_bytes(flat: Flat, dtype: torch.dtype, states: StateForm) -> tuple[int, int]:
     """Return the bytes in host memory for an early update: of masters (in ``dtype``) and states, and of parameters."""
     elements = flat.own.stop - flat.own.start
     apart = flat.apart or dtype != flat.layout.dtype
@@ -392,7 +393,7 @@ def next_bytes(flat: Flat, dtype: torch.dtype, states: int) -> tuple[int, int]:
     if flat.optimizer_tier.in_blocks:
         return 0, output  # its next masters and states go to spare places of the file
     owned = sum(stop - start for _, start, stop in flat.layout.owned(flat.own.start, flat.own.stop))
-    return (elements + states * owned) * dtype.itemsize, output
+    return elements * dtype.itemsize + states.state_bytes(dtype) * owned, output
 
 
 def _compute(task: _Task, window: StateWindow | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Updates on the host, from the shards of gradients that rest there."""
+"""Updates by the kernels' rules, from the shards of gradients: on the host, and of narrow states on the device."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from zeromesh.shard.store.window import StateWindow, pieces_in
 
 
 def pieces_on_host(flat: Flat, steps: HostUpdate | None) -> Iterator[tuple[int, slice, Piece]]:
-    """Yield the pieces that ``steps`` updates on the host, from the shard of their gradient."""
+    """Yield the pieces that ``steps`` updates, from the shard of their gradient, and not the optimizer itself."""
     shard = None if flat.gradient is None else flat.gradient.shard
-    if steps is not None and shard is not None and flat.optimizer_tier is not Tier.DEVICE:
+    if steps is not None and shard is not None and (steps.narrow or flat.optimizer_tier is not Tier.DEVICE):
         yield from (entry for entry in flat.pieces if steps.takes(entry[2].parameter, shard))
 
 
 class HostUpdates:
-    """Updates masters on the host and writes the new parameters in the same pass."""
+    """Updates masters and writes the new parameters; those of masters on the host in the same pass."""
 
     def __init__(self, store: Tiers, link: Link, pinned: bool) -> None:
         self.nbytes, self.seconds = 0, 0.0  # read and written by all updates so far, and the time that they took
@@ -40,7 +40,8 @@ class HostUpdates:
             next(windows)
             flat.write_shard()
             return
-        apart = flat.master is not flat.shard and not flat.splits
+        on_host = flat.optimizer_tier is not Tier.DEVICE
+        apart = flat.master is not flat.shard and not flat.splits and on_host
         if apart or flat.splits:
             flat.load_shard(write=flat.splits, read=flat.splits)
         out = self._staging.take(flat.shard, flat.parameter_tier) if apart else None
@@ -51,6 +52,8 @@ class HostUpdates:
         if out is not None:
             flat.load_shard(write=True, read=False)  # not before: an update that fails leaves what there was
             flat.expect(self._staging.send(out, flat.shard))
+        elif not on_host:
+            flat.write_shard()
 
     def _step(self, steps: HostUpdate, window: StateWindow, out: torch.Tensor | None) -> None:
         """Update a window of a flat buffer, and write its new parameters to their place in ``out``."""
@@ -73,7 +76,8 @@ class HostUpdates:
         for update in inputs:
             # The gradient is read, master and states are read and written (both halves of a master are as large as the
             # whole), and the new parameter is written.
-            rest = 2 * (1 + self._store.states) * update.gradient.numel() * flat.master.dtype.itemsize
+            dtype = flat.master.dtype
+            rest = 2 * (dtype.itemsize + self._store.states.state_bytes(dtype)) * update.gradient.numel()
             self.nbytes += update.gradient.nbytes + rest + (0 if update.output is None else update.output.nbytes)
 
 

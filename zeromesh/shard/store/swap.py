@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, repeat
 
 import numpy
@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh.base.kernels import halves
+from zeromesh.base.kernels.update_rules import state_dtype
 from zeromesh.base.spans import span
 from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.layout import round_up
@@ -36,14 +37,24 @@ Names = Callable[[nn.Parameter], Sequence[str]]
 class StateForm:
     """Contents of a block."""
 
-    states: int = 0  # number of optimizer states of the parameter's shape, beside the master
+    names: tuple[str, ...] = ()  # of optimizer states of the parameter's shape, beside the master
     # The row of an fp32 master has only its lower halves: the upper ones are the bf16 parameters at rest, as in
     # `base/kernels/halves.py`. The kernel updates the halves in place; everybody else sees the master joined, in fp32.
     split: bool = False
+    narrow: frozenset[str] = frozenset()  # names of the states that are bf16 beside an fp32 master
+
+    def kinds(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        """Return the dtypes of the states beside a master of ``dtype``."""
+        return tuple(state_dtype(name in self.narrow, dtype) for name in self.names)
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of the states of one element beside a master of ``dtype``."""
+        return sum(kind.itemsize for kind in self.kinds(dtype))
 
     def of(self, flat: Flat, dtype: torch.dtype) -> StateForm:
         """Return the form of a flat buffer with a master of ``dtype``: only fp32 masters of bf16 parameters split."""
-        return StateForm(self.states, self.split and dtype is torch.float32 and flat.layout.dtype is torch.bfloat16)
+        split = self.split and dtype is torch.float32 and flat.layout.dtype is torch.bfloat16
+        return replace(self, split=split)
 
 
 def _runs(elements: int) -> Iterator[slice]:
@@ -58,7 +69,7 @@ class Rows:
         self.form = form = form.of(flat, dtype)
         self._flat = flat
         self._elements = elements = flat.own.stop - flat.own.start
-        self._kinds = (torch.int16 if form.split else dtype, *[dtype] * form.states)
+        self._kinds = (torch.int16 if form.split else dtype, *form.kinds(dtype))
         size = WINDOW if flat.optimizer_tier.in_blocks else max(1, elements)
         self.windows = [slice(first, min(first + size, elements)) for first in range(0, elements, size)]
         self.nbytes = self.block_bytes(slice(0, elements))
@@ -82,7 +93,7 @@ class Rows:
         return rows
 
     def unpack(self, memory: torch.Tensor, filled: bool, window: slice | None = None) -> list[torch.Tensor]:
-        """Return the master and the states of a block, 1-D, in the master's dtype."""
+        """Return the master and the states of a block, 1-D, in their dtypes; a master in halves is joined."""
         first, *states = self.raw(memory, window)
         if not self.form.split:
             return [first, *states]
@@ -201,7 +212,7 @@ class Swap:
     def _take_in(self, flats: Iterable[Flat]) -> None:
         """Let states that were made or set while nothing was loaded rest here, too."""
         for flat in flats:
-            count = self._rows[flat].form.states
+            count = len(self._rows[flat].form.names)
             states = (pair for _, _, piece in flat.pieces for pair in islice(self._states(piece.parameter), count))
             if not all(is_unloaded(state[name]) for state, name in states if name in state):
                 self.load(flat, write=True)
@@ -296,7 +307,7 @@ class Swap:
 
     def names(self, flat: Flat, parameter: nn.Parameter) -> Sequence[str]:
         """Return the names of a parameter's states that rest here, in the order of rows."""
-        return self._names(parameter)[: self._rows[flat].form.states]
+        return self._names(parameter)[: len(self._rows[flat].form.names)]
 
     def stream(self, flats: Sequence[Flat], provisional: bool = False) -> Generator[StateWindow]:
         """Yield the windows of flat buffers, in order, to be updated; what does not rest here is one window.

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from zeromesh.shard.parameters.flat import Flat
-from zeromesh.shard.store.swap import Stored, Swap
+from zeromesh.shard.store.swap import StateForm, Stored, Swap
 from zeromesh.shard.store.swap_file import DiskTraffic
 from zeromesh.shard.store.window import StateWindow, whole_window
 
@@ -19,11 +19,15 @@ class Tiers:
     """Storage of all flat buffers of a model."""
 
     def __init__(
-        self, swap: Swap | None = None, stored: Stored | None = None, early: Sequence[Flat] = (), states: int = 0
+        self,
+        swap: Swap | None = None,
+        stored: Stored | None = None,
+        early: Sequence[Flat] = (),
+        states: StateForm | None = None,
     ) -> None:
         self.swap = swap  # masters and optimizer states that rest in blocks; None: all are in memory
         self.stored = stored  # parameters that rest in blocks; None: all are in memory
-        self.early, self.states = early, states  # updated during the backward; most optimizer states of a parameter
+        self.early, self.states = early, states or StateForm()  # updated during the backward; what states there are
         self._blocks = [store.blocks for store in (swap, stored) if store is not None]
         self._before_states: list[Callable[[Flat, bool], None]] = []
         self._bring_back: Callable[[], None] | None = None
