@@ -145,6 +145,22 @@ class ActivationCheckpointing(Section):
     cpu_checkpointing: bool = key(False, "Save the inputs of the targets in host memory. Needs enabled = true.")
 
 
+class Tiling(Section):
+    """Compute what treats tokens apart a few tokens at a time, so that long sequences fit."""
+
+    mlp: Literal["auto"] | PositiveInt | None = key(
+        None,
+        "Tokens of a tile, in which MLPs compute forward and backward; their activations are recomputed tile by tile. "
+        "auto: the larger of 1024 and the width of a token. Null: no tiles.",
+    )
+    modules: Names = key(
+        (),
+        "Class names or glob patterns of module names to compute in tiles. Empty: all modules whose code is found to "
+        "compute each token by itself, with two matrix products or more.",
+    )
+    loss: bool = key(False, "Compute the loss in chunks of tokens, too: the same as chunked_loss.")
+
+
 class TensorParallelGroup(Section):
     """Size of a tensor-parallel group."""
 

@@ -61,6 +61,16 @@ REFUSALS: list[Refusal[Any]] = [
         "of its own layers only; balance with experts.bias_update_rate or experts.z_loss, or set mesh.pipeline to 1",
     ),
     (
+        lambda s: s.tiling.modules and s.tiling.mlp is None,
+        "tiling.modules names modules, and tiling.mlp does not say how many tokens a tile has; set tiling.mlp to a "
+        'number or "auto", or leave tiling.modules out',
+    ),
+    (
+        lambda s: s.tiling.mlp is not None and s.compile.enabled,
+        "tiling.mlp is {s.tiling.mlp} and compile.enabled is true, but tiles are cut outside of what is compiled; set "
+        "compile.enabled to false, or tiling.mlp to null",
+    ),
+    (
         lambda s: s.fp16.enabled and s.bf16.enabled,
         "fp16.enabled and bf16.enabled are true, but only one of them can be; set the others to false",
     ),

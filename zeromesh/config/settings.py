@@ -138,6 +138,7 @@ class Settings(Section):
         "automatically.",
     )
     activation_checkpointing: parts.ActivationCheckpointing = parts.ActivationCheckpointing()
+    tiling: parts.Tiling = parts.Tiling()
     host_memory_limit: PositiveInt | None = key(
         None,
         "Largest host memory for offloaded states, in bytes, for all ranks of a node. Null: the memory that is free at "

@@ -6,7 +6,7 @@ import copy
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -25,9 +25,10 @@ from zeromesh.comm.message_formats import FORMATS
 from zeromesh.engine.batches import loss_of
 from zeromesh.parallel.tensor.derive import derive
 from zeromesh.parallel.tensor.sequence import Stack, find_stacks
-from zeromesh.parallel.tensor.split_plan import PlanRule, matches
+from zeromesh.parallel.tensor.split_plan import PlanRule, matches, pattern_of
 from zeromesh.parallel.tensor.split_plan import SplitPlan as SplitPlan
 from zeromesh.parallel.tensor.tensor_plan import as_json, parse, resolve
+from zeromesh.shard.find_units import find_units
 from zeromesh.shard.tables.find_tables import find_tables
 
 if TYPE_CHECKING:
@@ -35,12 +36,26 @@ if TYPE_CHECKING:
     from zeromesh.base.loader import Loader
     from zeromesh.config.settings import Resolved, Settings
     from zeromesh.engine.pipelined import Pipelined
+    from zeromesh.parallel.activation.tiles import Tiled
     from zeromesh.parallel.expert.forms import Experts
 
 # Plan of the tensor axis, and the stacks of blocks between which the sequence is split.
 Split = tuple[SplitPlan, list[Stack]]
 
 _log = logging.getLogger("zeromesh")
+
+
+def find_tiles(model: nn.Module, settings: Resolved, tells: bool) -> Mapping[str, Tiled]:
+    """Return the modules to compute in tiles of tokens, by name; raise ValueError for one that mixes tokens."""
+    chosen = settings.tiling
+    if chosen.mlp is None:
+        return {}
+    from zeromesh.parallel.activation.tiles import find_tiled
+
+    found = find_tiled(model, find_units(model, chosen.modules) if chosen.modules else None)
+    if tells:
+        _log.info("computed in tiles of %s tokens: %s", chosen.mlp, ", ".join(dict.fromkeys(map(pattern_of, found))))
+    return found
 
 
 def make_mesh(settings: Settings, environment: Environment | None = None) -> Mesh:

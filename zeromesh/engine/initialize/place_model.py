@@ -278,6 +278,14 @@ class Placing:
         if self.placed.swap is not None and self.optimizer is not None:
             self.placed.swap.serve(self.optimizer, states_of(self.optimizer))
 
+    def tile_tokens(self) -> None:
+        """Compute what treats tokens apart a tile of tokens at a time."""
+        from zeromesh.parallel.activation.tiles import tile_modules
+
+        tokens = self.plan.settings.tiling.mlp
+        assert tokens is not None
+        tile_modules(self.plan.model, self.plan.tiled, tokens)
+
     def recompute(self) -> None:
         """Recompute activations of the configured modules in the backward."""
         from zeromesh.parallel.activation.checkpoint import checkpoint_modules
@@ -338,7 +346,12 @@ TRANSFORMATIONS = (
     Transformation(Placing.adopt_optimizer, lambda plan: plan.optimizer is not None, PIECES),
     Transformation(Placing.build_optimizer, lambda plan: plan.optimizer is None and bool(plan.groups), PIECES),
     Transformation(Placing.serve_states, after=ITS_STATES),
-    Transformation(Placing.recompute, lambda plan: plan.settings.activation_checkpointing.enabled, INSIDE),
+    Transformation(Placing.tile_tokens, lambda plan: bool(plan.tiled), INSIDE),
+    Transformation(
+        Placing.recompute,
+        lambda plan: plan.settings.activation_checkpointing.enabled,
+        INSIDE | {"tile tokens": "a block is computed again by its tiles"},
+    ),
     Transformation(
         Placing.compile, lambda plan: plan.settings.compile.enabled, {"recompute": "forwards include recomputation"}
     ),

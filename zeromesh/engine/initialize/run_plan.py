@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved, Settings
     from zeromesh.engine.observe.monitors import Monitor
     from zeromesh.engine.pipelined import Pipelined
+    from zeromesh.parallel.activation.tiles import Tiled
     from zeromesh.parallel.expert.forms import Experts
     from zeromesh.parallel.follow.token_check import TokenCheck
 
@@ -55,6 +56,7 @@ class Plan:
     experts: list[Experts]  # that ranks share; none where the expert axis has one rank
     check: TokenCheck | None  # of code between split layers where sequences are spread over the tensor axis
     heads: list[str]  # layers whose losses are computed a chunk of tokens at a time, where they are not split
+    tiled: Mapping[str, Tiled]  # modules that compute a tile of tokens at a time, by name
     stages: Pipelined | None  # None where there is one stage
     loader: Loader | None  # of training_data; its first samples may have decided where the model is cut
     before: Before

@@ -168,9 +168,11 @@ def plan_run(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
         loader = setup.build_loader(chosen.data, chosen.collate_fn, resolved, mesh, shuffles, chosen.data_seed)
         split = layout.split_plan(model, resolved, mesh, experts, loader, chosen.loss_fn)
         # Found in the whole model: a stage may have the head without the embedding over whose entries it is.
-        heads = heads_over_vocabulary(model) if resolved.chunked_loss else []
+        heads = heads_over_vocabulary(model) if resolved.chunked_loss or resolved.tiling.loss else []
         return split, experts, loader, heads if split is None else []
 
+    # Before anything else, while all of the code is as it was written.
+    tiled = agree_run(world, "choose its tiles", lambda: layout.find_tiles(model, resolved, first))
     split, experts, loader, heads = agree_run(world, "prepare its layout and data", lay_out)
     stages = layout.plan_stages(model, resolved, mesh, loader, chosen.loss_fn)
     resolved_split = None if split is None else split[0]
@@ -192,6 +194,7 @@ def plan_run(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
             experts=experts,
             check=check_of(model, *split, mesh.sizes["tensor"]) if split is not None and split[1] else None,
             heads=heads,
+            tiled=tiled,
             stages=stages,
             loader=loader,
             before=before,
