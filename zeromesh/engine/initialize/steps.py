@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from zeromesh.engine.initialize import optimizer_setup as setup
 from zeromesh.engine.initialize.offload import where_offloaded
 from zeromesh.engine.initialize.place_model import Placing, unquantized
 from zeromesh.engine.initialize.place_tables import check_rules, choose_tables, with_table_group
+from zeromesh.engine.initialize.rest_experts import find_resting, resting_settings, states_of
 from zeromesh.engine.initialize.run_plan import Arguments, Plan, cuts_parameters
 from zeromesh.engine.observe.monitors import open_monitors
 from zeromesh.engine.pipeline_module import PipelineModule, settings_of
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from zeromesh.base.loader import Loader
     from zeromesh.config.settings import Resolved, Settings
     from zeromesh.parallel.expert.forms import Experts
+    from zeromesh.shard.tables.stacked_rows import StackedRows
 
 _log = logging.getLogger("zeromesh")
 
@@ -177,12 +179,13 @@ def plan_run(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
     tables = agree_run(
         world, "choose its tables", lambda: choose_tables(model, resolved, resolved_split, stages, first)
     )
+    stacks = agree_run(world, "choose its resting experts", lambda: find_resting(model, resolved, mesh))
     cuts = cuts_parameters(resolved, mesh.shard.size, mesh.sizes["tensor"] * mesh.sizes["expert"])
     before = memory_before(model, mesh.device)
 
     def prepare() -> Plan:
         monitor = open_monitors(resolved, mesh.rank)
-        groups, optimizer, scheduler, tried = _prepare_optimizer(chosen, resolved, tables, cuts, first)
+        groups, optimizer, scheduler, tried = _prepare_optimizer(chosen, resolved, tables, cuts, first, stacks)
         return Plan(
             arguments=chosen,
             settings=resolved,
@@ -196,6 +199,7 @@ def plan_run(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
             loader=loader,
             before=before,
             tables=tables,
+            resting=resting_settings(stacks, resolved, states_of(optimizer or tried, stacks)),
             cuts_parameters=cuts,
             monitor=monitor,
             groups=groups,
@@ -217,7 +221,12 @@ def plan_run(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
 
 
 def _prepare_optimizer(
-    chosen: Arguments, settings: Resolved, tables: Mapping[str, nn.Module], cuts: bool, tells: bool
+    chosen: Arguments,
+    settings: Resolved,
+    tables: Mapping[str, nn.Module],
+    cuts: bool,
+    tells: bool,
+    stacks: Sequence[StackedRows] = (),
 ) -> tuple[list[dict[str, Any]], Optimizer | None, Any, Optimizer | None]:
     """Return groups of parameters, the user's optimizer, its schedule, and a trial of the configuration's optimizer."""
     updates = chosen.optimizer is not None or settings.optimizer is not None
@@ -236,7 +245,7 @@ def _prepare_optimizer(
         check_rules(user, {id(module.weight): name for name, module in tables.items()}, settings, users=True)
         return groups, user, setup.build_scheduler(settings, chosen.scheduler, user), None
     # A scheduler of the user's is not tried: its function wants the optimizer that will be stepped.
-    tried = setup.try_optimizer(chosen.model, settings, groups, cuts, chosen.scheduler is None, tables)
+    tried = setup.try_optimizer(chosen.model, settings, groups, cuts, chosen.scheduler is None, tables, stacks)
     return groups, None, chosen.scheduler, tried
 
 
