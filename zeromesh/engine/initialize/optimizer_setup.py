@@ -24,7 +24,6 @@ from zeromesh.shard.tables.row_rules import RULE_KEY
 if TYPE_CHECKING:
     from zeromesh.base.loader import Loader
     from zeromesh.config.settings import Resolved
-    from zeromesh.shard.tables.stacked_rows import StackedRows
 
 
 def parameter_groups(
@@ -130,7 +129,6 @@ def try_optimizer(
     cuts: bool,
     schedule: bool = True,
     tables: Mapping[str, nn.Module] | None = None,
-    stacks: Sequence[StackedRows] = (),
 ) -> Optimizer | None:
     """Build the configuration's optimizer and schedule without memory: they raise what the real ones would."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -140,8 +138,7 @@ def try_optimizer(
         pieces[id(like)] = Piece(name, Held(tuple(like.shape)), 0, like.numel(), empty)
     # It takes no step, so it asks for nothing but the names.
     of_tables = {f"{name}.weight" for name in tables or ()}
-    of_experts = {f"{stack.path}.{name}" for stack in stacks for name in stack.names}
-    exchange: Any = SimpleNamespace(buckets=[[name for name, _ in trained if name not in of_tables | of_experts]])
+    exchange: Any = SimpleNamespace(buckets=[[name for name, _ in trained if name not in of_tables]])
     with quiet_optimizers():  # the real ones log the same messages again
         optimizer = build_optimizer(model, settings, owned, cuts, pieces, exchange)
         stands_for = {id(piece.parameter): piece.name for piece in pieces.values() if piece}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from zeromesh.base.loader import Loader
     from zeromesh.config.settings import Resolved, Settings
     from zeromesh.parallel.expert.forms import Experts
-    from zeromesh.shard.tables.stacked_rows import StackedRows
 
 _log = logging.getLogger("zeromesh")
 
@@ -185,7 +184,7 @@ def plan_run(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
 
     def prepare() -> Plan:
         monitor = open_monitors(resolved, mesh.rank)
-        groups, optimizer, scheduler, tried = _prepare_optimizer(chosen, resolved, tables, cuts, first, stacks)
+        groups, optimizer, scheduler, tried = _prepare_optimizer(chosen, resolved, tables, cuts, first)
         return Plan(
             arguments=chosen,
             settings=resolved,
@@ -221,12 +220,7 @@ def plan_run(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
 
 
 def _prepare_optimizer(
-    chosen: Arguments,
-    settings: Resolved,
-    tables: Mapping[str, nn.Module],
-    cuts: bool,
-    tells: bool,
-    stacks: Sequence[StackedRows] = (),
+    chosen: Arguments, settings: Resolved, tables: Mapping[str, nn.Module], cuts: bool, tells: bool
 ) -> tuple[list[dict[str, Any]], Optimizer | None, Any, Optimizer | None]:
     """Return groups of parameters, the user's optimizer, its schedule, and a trial of the configuration's optimizer."""
     updates = chosen.optimizer is not None or settings.optimizer is not None
@@ -245,7 +239,7 @@ def _prepare_optimizer(
         check_rules(user, {id(module.weight): name for name, module in tables.items()}, settings, users=True)
         return groups, user, setup.build_scheduler(settings, chosen.scheduler, user), None
     # A scheduler of the user's is not tried: its function wants the optimizer that will be stepped.
-    tried = setup.try_optimizer(chosen.model, settings, groups, cuts, chosen.scheduler is None, tables, stacks)
+    tried = setup.try_optimizer(chosen.model, settings, groups, cuts, chosen.scheduler is None, tables)
     return groups, None, chosen.scheduler, tried
 
 
