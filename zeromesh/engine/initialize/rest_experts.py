@@ -14,7 +14,6 @@ from zeromesh.base.kernels.update_rules import RULES
 from zeromesh.base.quantized_layers import is_quantized
 from zeromesh.comm.mesh import Mesh
 from zeromesh.config.settings import TIERS
-from zeromesh.shard.sizes import TableLayout
 from zeromesh.shard.tables.stacked_rows import RestingExperts, StackedRows, exact_rule
 
 if TYPE_CHECKING:
@@ -36,15 +35,15 @@ def find_resting(model: nn.Module, settings: Resolved, mesh: Mesh) -> list[Stack
 
     if mesh.sizes["expert"] > 1:
         raise ValueError(f"experts.rest is {rest}, and mesh.expert is {mesh.sizes['expert']}; leave one of them out")
-    found = find_experts(model, settings.experts.targets, 1)
-    if not found:
+    experts = find_experts(model, settings.experts.targets, 1)
+    if not experts:
         raise ValueError(f"experts.rest is {rest}, and no module of {type(model).__name__} has experts; leave it out")
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    for item in found:
+    for item in experts:
         if reason := _reason(item, uses):
             raise ValueError(f"experts.rest is {rest}, but {item.name} cannot rest: {reason}; leave experts.rest out")
     return [
-        StackedRows(item.name, item.module, tuple(item.module._parameters), item.count, item.sizes) for item in found
+        StackedRows(item.name, item.module, tuple(item.module._parameters), item.count, item.sizes) for item in experts
     ]
 
 
@@ -80,11 +79,6 @@ def resting_settings(stacks: Sequence[StackedRows], settings: Resolved, states: 
     chosen = settings.experts
     folder = Path(chosen.nvme_path).absolute() if chosen.rest == "nvme" and chosen.nvme_path is not None else None
     return RestingExperts(tuple(stacks), TIERS[chosen.rest], folder, chosen.slots, states)
-
-
-def resting_layout(settings: Resolved, states: int) -> TableLayout:
-    """Return the place and the states of resting experts, for predictions; a cache is in host memory."""
-    return TableLayout(TIERS[settings.experts.rest], states)
 
 
 def states_of(optimizer: Optimizer | None, stacks: Sequence[StackedRows]) -> int:

@@ -65,7 +65,7 @@ def find_experts(model: nn.Module, targets: Sequence[str], ranks: int) -> list[E
 
 
 def objection_to_single(item: Experts) -> str:
-    """Return how results differ where a module of ROUTED computes with some of its experts alone; "" proves it equal."""
+    """Return how results of ROUTED differ where a module has some of its experts alone; "" proves it equal."""
     names = {name: (1, 0) for name, _ in item.module.named_parameters()}
     form = Form(item.contract, item.count, item.beyond, names, item.sizes, item.choices)
     with undisturbed(next((p.device for p in item.module.parameters()), None)), torch.no_grad():

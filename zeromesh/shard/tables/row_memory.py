@@ -113,6 +113,11 @@ class RowMemory:
         return self.planes[0].device if self._hot is None else self._device
 
     @property
+    def cache_tier(self) -> Tier:
+        """Return where the cache is, if there is one."""
+        return Tier.HOST if self._fixed else Tier.DEVICE
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the cache."""
         return 0 if self._hot is None else sum(plane.nbytes for plane in self._hot.planes)

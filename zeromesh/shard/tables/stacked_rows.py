@@ -24,6 +24,7 @@ from zeromesh.base.kernels.update_pass import UpdatePiece, UpdateStep, update
 from zeromesh.base.kernels.update_rules import RULES, Group, rule_of
 from zeromesh.base.placement import Tier
 from zeromesh.comm.mesh import Mesh
+from zeromesh.shard.sizes import TableLayout
 from zeromesh.shard.tables.lookups import Lookups, TableCall
 from zeromesh.shard.tables.row_memory import RowMemory
 from zeromesh.shard.tables.row_rules import Options, RowState
@@ -53,6 +54,11 @@ class RestingExperts:
     slots: int  # rows of each parameter that stay in host memory if the tier is NVMe
     states: int  # numbers that the optimizer keeps of each element
 
+    @property
+    def layout(self) -> TableLayout:
+        """What predictions of memory compute with."""
+        return TableLayout(self.tier, self.states, 0, self.slots if self.tier is Tier.NVME else None, Tier.HOST)
+
 
 class StackedTable(Table):
     """A parameter of experts. Rows are updated where they rest, or in a cache in host memory, one after the other."""
@@ -71,6 +77,7 @@ class StackedTable(Table):
     ) -> None:
         dtype = chosen[id(getattr(stack.module, attribute))]
         super().__init__(stack.path, stack.module, number, mesh, resting.tier, dtype, sent, attribute)
+        self.resting = resting
         self.gradient.merges = True  # rows are large: one sum of them is kept, and not each micro-batch's
         self._missed = torch.zeros(self.rows_here, dtype=torch.int64)  # steps of each row that are to be made up for
         self._steps: deque[UpdateStep] = deque()  # the last ones, as many as any row misses
@@ -196,14 +203,19 @@ def require_room(resting: RestingExperts, tables: Sequence[Table], mixed: bool) 
 
 def forward_of_stack(stack: StackedRows, lookups: Lookups, tables: Sequence[StackedTable]) -> Callable[..., Any]:
     """Return a forward of the experts that computes with the rows of the experts that are chosen."""
-    own = stack.module.forward
-    signature, weak_lookups, weak_tables = inspect.signature(own), ref(lookups), [ref(table) for table in tables]
+    own_forward = stack.module.forward
+    signature, weak_lookups, weak_tables = (
+        inspect.signature(own_forward),
+        ref(lookups),
+        [ref(table) for table in tables],
+    )
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         here, every = weak_lookups(), [table() for table in weak_tables]
         if here is None or None in every:
             raise RuntimeError("the engine that has these experts is gone; keep the engine as long as the model")
-        return _call(stack, own, here, [table for table in every if table is not None], signature.bind(*args, **kwargs))
+        present = [table for table in every if table is not None]
+        return _call(stack, own_forward, here, present, signature.bind(*args, **kwargs))
 
     compiled_apart: Callable[..., Any] = torch.compiler.disable(forward)
     return compiled_apart
@@ -211,16 +223,17 @@ def forward_of_stack(stack: StackedRows, lookups: Lookups, tables: Sequence[Stac
 
 def _call(
     stack: StackedRows,
-    own: Callable[..., Any],
+    own_forward: Callable[..., Any],
     lookups: Lookups,
     tables: Sequence[StackedTable],
     bound: inspect.BoundArguments,
 ) -> Any:
     module, arguments = stack.module, bound.arguments
     # Of torch.func.functional_call, or of a copy of the model.
-    other = any(module._parameters.get(name) is not t.flat.parameters[0] for name, t in zip(stack.names, tables))
+    present = [module._parameters.get(name) for name in stack.names]
+    other = any(p is not table.flat.parameters[0] for p, table in zip(present, tables, strict=True))
     if other or (all(table.flat.unbound for table in tables) and not torch.is_grad_enabled()):
-        return own(*bound.args, **bound.kwargs)
+        return own_forward(*bound.args, **bound.kwargs)
     name = [*arguments][1]
     index = arguments[name]
     ids, inverse = torch.unique(index.long(), return_inverse=True)
@@ -239,7 +252,7 @@ def _call(
     parameters = {n: value.view(shape) for n, value, shape in zip(stack.names, rows, shapes, strict=True)}
     arguments[name] = inverse.view(index.shape).to(index.dtype)
     with _with_rows(stack, parameters, len(ids)):
-        return own(*bound.args, **bound.kwargs)
+        return own_forward(*bound.args, **bound.kwargs)
 
 
 def _same(rows: torch.Tensor) -> torch.Tensor:

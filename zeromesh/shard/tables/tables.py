@@ -70,9 +70,11 @@ class Tables:
             for number, (name, module) in enumerate(self._settings.modules.items())
         ]
         self.stacks: list[tuple[StackedRows, list[StackedTable]]] = []
-        for stack in self._settings.resting.stacks if self._settings.resting is not None else ():
+        resting = self._settings.resting
+        for stack in resting.stacks if resting is not None else ():
+            assert resting is not None
             here = [
-                StackedTable(stack, name, first + len(self.every) + place, mesh, self._settings.resting, chosen, wire)
+                StackedTable(stack, name, first + len(self.every) + place, mesh, resting, chosen, wire)
                 for place, name in enumerate(stack.names)
             ]
             self.stacks.append((stack, here))
