@@ -125,6 +125,16 @@ class ExpertSettings(Section):
         "Count the tokens of each expert for engine.expert_report() and the monitors. Null: where there is a monitor, "
         "in zeromesh train, and with bias_update_rate.",
     )
+    rest: Literal["none", "cpu", "nvme"] = key(
+        "none",
+        "Memory in which the weights and optimizer states of experts rest. cpu, nvme: a forward fetches the experts "
+        "that the router has chosen, and an update changes these alone; the steps that the others miss are made up for "
+        "when they are next used.",
+    )
+    nvme_path: str | None = key(None, "Folder on the NVMe device for the files of experts that rest there.")
+    slots: PositiveInt = key(
+        8, "Most recently used experts of each layer that stay in host memory, with their states, for rest = nvme."
+    )
 
 
 class ActivationCheckpointing(Section):

@@ -180,6 +180,15 @@ REFUSALS: list[Refusal[Any]] = [
         "embedding_tables.device is nvme; name a folder with embedding_tables.nvme_path",
     ),
     (
+        lambda s: s.experts.rest == "nvme" and s.experts.nvme_path is None,
+        "experts.rest is nvme; name a folder with experts.nvme_path",
+    ),
+    (
+        lambda s: s.experts.rest != "none" and any(size > 1 for size in (*s.model_sizes.values(), s.mesh.expert or 1)),
+        "experts.rest is {s.experts.rest}, and the experts that rest are spread over the data-parallel ranks; leave "
+        "mesh.expert, mesh.tensor, mesh.pipeline and mesh.context at 1, or experts.rest out",
+    ),
+    (
         lambda s: s.checkpoint.peer_copies and s.key_on_disk,
         "checkpoint.peer_copies copies the state to memory, but {s.key_on_disk} is nvme, for states that do "
         "not fit there; set checkpoint.peer_copies to 0, or the device to cpu",

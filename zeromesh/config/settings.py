@@ -328,7 +328,8 @@ class Settings(Section):
             "zero_optimization.offload_param": zero.parameter_device,
             "embedding_tables": self.embedding_tables.device,
         }
-        return next((f"{name}.device" for name, device in devices.items() if device == "nvme"), None)
+        keys = {f"{name}.device": device for name, device in devices.items()} | {"experts.rest": self.experts.rest}
+        return next((name for name, device in keys.items() if device == "nvme"), None)
 
     @property
     def precision(self) -> Precision:

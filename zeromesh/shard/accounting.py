@@ -17,7 +17,8 @@ def allocations(sharded: ShardedModel) -> Iterator[tuple[str, str, int]]:
             yield "optimizer" if rest.dtype != flat.layout.dtype else "parameter", tier.value, rest.nbytes
         if flat.master is not flat.shard and not flat.keeps_states:
             yield "optimizer", flat.optimizer_tier.value, flat.master.nbytes
-    yield "slot", "device", sum(table.rows.nbytes for table in sharded.tables)
+    for table in sharded.tables:
+        yield "slot", table.rows.cache_tier.value, table.rows.nbytes
     if (swap := sharded.store.swap) is not None:
         yield "optimizer", swap.tier.value, swap.blocks.nbytes
         yield "slot", "host", swap.host_bytes

@@ -83,7 +83,7 @@ def lay_out(
     ``accumulates`` as for ``offloaded_units``.
     """
     tensor = mesh.group("tensor")
-    owned = assign(units[0].module, [*(unit.name for unit in units[1:]), *sharding.tables.modules])
+    owned = assign(units[0].module, [*(unit.name for unit in units[1:]), *sharding.tables.paths])
     sizes = [sum(p.numel() for _, p in owned[unit.name] if p.requires_grad) for unit in units]
     away = offloaded_units(sizes, sharding.row, accumulates)
     placements: list[tuple[Unit, list[Flat], PlacementRow]] = []

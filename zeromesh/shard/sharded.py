@@ -81,7 +81,7 @@ class ShardedModel:
         self.model, self.mesh, self.row, self.idle = model, mesh, row, part.idle
         self.sharded = row.parameter is Placement.SHARDED
         # Everything is laid out before anything gets memory, so that what does not fit is refused first.
-        self.units = make_units(model, sharding.targets, sharding.tables.modules, part.experts)
+        self.units = make_units(model, sharding.targets, sharding.tables.paths, part.experts)
         mixed = precision.compute is not None and not precision.narrow_masters
         self.accumulation = accumulation or Accumulation(1)
         laid_out = lay_out(

@@ -37,7 +37,8 @@ class TableLayout:
     tier: Tier = Tier.DEVICE
     states: int = 2  # numbers of an element; of Adam
     states_of_row: int = 0  # numbers of a row
-    cached: int | None = None  # rows of each table in a cache on the device; None: there is none
+    cached: int | None = None  # rows of each table in a cache; None: there is none
+    cache_tier: Tier = Tier.DEVICE
 
 
 STATE_BUFFERS, PARAMETER_BUFFERS = 4, 5  # windows and units in host memory at a time of those that rest in files
@@ -319,7 +320,7 @@ def table_sizes(
         if placed.cached is not None and not (processor and placed.tier is Tier.HOST):  # which needs none there
             # It has room for the rows of an update, whatever it was given.
             cached = min(rows, max(placed.cached, table.used))
-            add_size(resting, "slot", Tier.DEVICE, cached * (table.width + states) * number)
+            add_size(resting, "slot", placed.cache_tier, cached * (table.width + states) * number)
     return resting
 
 

@@ -184,6 +184,8 @@ def trial_settings(settings: Settings, layout: SmallLayout, folder: Path, wide: 
     document["zero_optimization"] = zero
     if isinstance(tables := document.get("embedding_tables"), dict) and tables.get("device") == "nvme":
         document["embedding_tables"] = {**tables, "nvme_path": str(folder)}
+    if isinstance(experts := document.get("experts"), dict) and experts.get("rest") == "nvme":
+        document["experts"] = {**experts, "nvme_path": str(folder)}
     # Axes are said by the mesh alone.
     for name in ("tensor_parallel", "pipeline"):
         if isinstance(section := document.get(name), dict):

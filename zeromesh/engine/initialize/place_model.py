@@ -181,7 +181,7 @@ class Placing:
             targets=settings.units,
             predivide=settings.gradient_predivide,
             summed=settings.gradient_allreduce_op == "sum",
-            tables=table_settings(plan.tables, settings),
+            tables=table_settings(plan.tables, plan.resting, settings),
             narrow=gathered_weights(plan.model, self._unquantized, plan.heads) if settings.float8.gather else (),
         )
         split = {} if self.split is None else self.split[0].held

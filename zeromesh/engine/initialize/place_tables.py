@@ -14,6 +14,7 @@ from zeromesh.config.settings import TIERS
 from zeromesh.shard.optim.arguments import without_auto
 from zeromesh.shard.tables.find_tables import find_tables
 from zeromesh.shard.tables.row_rules import RULE_KEY, RULES, rule_of
+from zeromesh.shard.tables.stacked_rows import RestingExperts
 from zeromesh.shard.tables.tables import TableSettings
 
 if TYPE_CHECKING:
@@ -56,7 +57,9 @@ def choose_tables(
     return tables
 
 
-def table_settings(tables: Mapping[str, nn.Module], settings: Resolved) -> TableSettings:
+def table_settings(
+    tables: Mapping[str, nn.Module], resting: RestingExperts | None, settings: Resolved
+) -> TableSettings:
     """Return what places the tables whose weights are on this rank's pipeline stages."""
     chosen = settings.embedding_tables
     tables = {name: module for name, module in tables.items() if module._parameters.get("weight") is not None}
@@ -64,7 +67,7 @@ def table_settings(tables: Mapping[str, nn.Module], settings: Resolved) -> Table
     if tables and chosen.device == "nvme" and chosen.nvme_path is not None:
         folder = Path(chosen.nvme_path).absolute()
     hot = None if chosen.device == "none" else chosen.cache_rows
-    return TableSettings(tables, TIERS[chosen.device], folder, hot, chosen.batch_lookups)
+    return TableSettings(tables, TIERS[chosen.device], folder, hot, chosen.batch_lookups, resting)
 
 
 def with_table_group(

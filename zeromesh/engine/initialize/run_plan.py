@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from zeromesh.parallel.activation.tiles import Tiled
     from zeromesh.parallel.expert.forms import Experts
     from zeromesh.parallel.follow.token_check import TokenCheck
+    from zeromesh.shard.tables.stacked_rows import RestingExperts
 
 Config = str | Path | Mapping[str, Any]
 
@@ -61,6 +62,7 @@ class Plan:
     loader: Loader | None  # of training_data; its first samples may have decided where the model is cut
     before: Before
     tables: Mapping[str, nn.Module]  # embeddings whose rows are spread over the ranks, by name
+    resting: RestingExperts | None  # experts whose rows are fetched as they are chosen
     cuts_parameters: bool  # an optimizer may update less than whole parameters on this rank
     monitor: Monitor
     groups: list[dict[str, Any]]  # of parameters that are updated; none of a model that is only evaluated

@@ -35,6 +35,7 @@ from zeromesh.engine.initialize import optimizer_setup as setup
 from zeromesh.engine.initialize.offload import where_offloaded
 from zeromesh.engine.initialize.place_model import Placing, unquantized
 from zeromesh.engine.initialize.place_tables import check_rules, choose_tables, with_table_group
+from zeromesh.engine.initialize.rest_experts import find_resting, resting_settings, states_of
 from zeromesh.engine.initialize.run_plan import Arguments, Plan, cuts_parameters
 from zeromesh.engine.observe.monitors import open_monitors
 from zeromesh.engine.pipeline_module import PipelineModule, settings_of
@@ -179,6 +180,7 @@ def plan_run(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
     tables = agree_run(
         world, "choose its tables", lambda: choose_tables(model, resolved, resolved_split, stages, first)
     )
+    stacks = agree_run(world, "choose its resting experts", lambda: find_resting(model, resolved, mesh))
     cuts = cuts_parameters(resolved, mesh.shard.size, mesh.sizes["tensor"] * mesh.sizes["expert"])
     before = memory_before(model, mesh.device)
 
@@ -199,6 +201,7 @@ def plan_run(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
             loader=loader,
             before=before,
             tables=tables,
+            resting=resting_settings(stacks, resolved, states_of(optimizer or tried, stacks)),
             cuts_parameters=cuts,
             monitor=monitor,
             groups=groups,

@@ -53,10 +53,12 @@ def _outside() -> Iterator[None]:
 class RowMemory:
     """Planes of values by row: the weights first, then states."""
 
-    def __init__(self, weights: torch.Tensor, device: torch.device, hot: int | None = None) -> None:
+    def __init__(
+        self, weights: torch.Tensor, device: torch.device, hot: int | None = None, on_host: bool = False
+    ) -> None:
         self.planes = [weights]  # each of shape (rows, width), where they rest
-        self._device = device
-        self._hot = None if hot is None else HotRows(weights.shape[0], hot, device)
+        self._device, self._fixed = device, on_host  # a cache on the host does not grow
+        self._hot = None if hot is None else HotRows(weights.shape[0], hot, torch.device("cpu") if on_host else device)
 
     def replace(self, planes: Sequence[torch.Tensor]) -> None:
         """Use other memory for the planes."""
@@ -65,9 +67,11 @@ class RowMemory:
     def read(self, ids: torch.Tensor) -> torch.Tensor:
         """Return a copy of the weights of rows ``ids`` (int64, on the device): shape (k, width), on the device."""
         with _plainly():
+            if self._hot is not None and ids.numel() > self._hot.capacity and self._fixed:
+                return torch.cat([self.read(part) for part in ids.split(self._hot.capacity)])
             if self._hot is not None:
                 slots = self._hot.admit(ids, self.planes)
-                return self._hot.planes[0].index_select(0, slots)
+                return self._hot.planes[0].index_select(0, slots).to(self._device)
             weights = self.planes[0]
             return weights.index_select(0, ids.to(weights.device)).to(self._device)
 
@@ -88,10 +92,30 @@ class RowMemory:
             for plane, copy in zip(planes, copies, strict=False):
                 plane.index_copy_(0, ids, copy)
 
+    def in_place(self, ids: torch.Tensor, do: Callable[[int, list[torch.Tensor]], None]) -> None:
+        """Call ``do`` with each row of ``ids``, without duplicates, and its values in all planes, 1-D, to be changed.
+
+        They are where the planes are, or the cache, which takes as many rows at a time as it has room for.
+        """
+        with _plainly():
+            for part in ids.cpu().split(max(1, ids.numel() if self._hot is None else self._hot.capacity)):
+                places, planes = part, self.planes
+                if self._hot is not None:
+                    places = self._hot.admit(part, self.planes).cpu()
+                    self._hot.dirty[places] = True
+                    planes = self._hot.planes
+                for row, place in zip(part.tolist(), places.tolist(), strict=True):
+                    do(row, [plane[place] for plane in planes])
+
     @property
     def place(self) -> torch.device:
         """Device on which ``change`` computes."""
         return self.planes[0].device if self._hot is None else self._device
+
+    @property
+    def cache_tier(self) -> Tier:
+        """Return where the cache is, if there is one."""
+        return Tier.HOST if self._fixed else Tier.DEVICE
 
     @property
     def nbytes(self) -> int:

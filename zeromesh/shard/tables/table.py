@@ -20,7 +20,7 @@ from zeromesh.shard.parameters.flat import Flat
 from zeromesh.shard.store.tiers import Tiers
 from zeromesh.shard.tables.row_exchange import COPIES_TAG, from_all, swap, vector_of
 from zeromesh.shard.tables.row_memory import RowMemory, plane_on
-from zeromesh.shard.tables.row_rules import RULES, Options, RowState
+from zeromesh.shard.tables.row_rules import RULES, Options, RowState, rule_of
 
 # Function of a hook, an index and the tensor that has the gradient; see ``Backward.gradient_arrived``.
 Arrived = Callable[["RowArrival", int, torch.Tensor], None]
@@ -58,10 +58,11 @@ class RowGradient:
     """The gradient of a table's rows between two updates; a ``SummedGradient``."""
 
     def __init__(self, table: Table, sent: torch.dtype) -> None:
-        self._name, self._mesh, self._width, self._wire = f"{table.name}.weight", table.mesh, table.width, table.wire
+        self._name, self._mesh, self._width, self._wire = table.full_name, table.mesh, table.width, table.wire
         self._first, self._rows = table.first, table.rows_here
         self._sent = sent  # dtype in which gradients travel
         self._reopened = False
+        self.merges = False  # gradients of lookups are summed as they come
         self.state = GradientState.LOCAL
         self.used = [False]  # a gradient has come since the last update
         self._arrived: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -73,6 +74,8 @@ class RowGradient:
         assert self.state is GradientState.LOCAL, self
         self.used = [True]
         self._arrived.append((ids.to(gradient.device), gradient))
+        if self.merges and len(self._arrived) > 1:
+            self._arrived = [add_up([row_ids for row_ids, _ in self._arrived], [part for _, part in self._arrived])]
 
     def local(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ascending row numbers and the sums of their gradients on this rank."""
@@ -141,6 +144,8 @@ class RowGradient:
 class Table:
     """One table: its rows here, their gradients and their updates."""
 
+    remedy = "set sparse=False"  # where somebody wants the weight whole
+
     def __init__(
         self,
         name: str,
@@ -150,10 +155,11 @@ class Table:
         tier: Tier,
         dtype: torch.dtype,
         sent: torch.dtype | None,
+        attribute: str = "weight",
     ) -> None:
-        weight = module.weight
-        self.name, self.module, self.index = name, module, number
-        self.count, self.width = weight.shape
+        weight = getattr(module, attribute)
+        self.name, self.module, self.index, self.full_name = name, module, number, f"{name}.{attribute}"
+        self.count, self.width = len(weight), weight.numel() // len(weight)
         self.mesh, self.group = mesh, mesh.shard
         self.per_rank = -(-self.count // self.group.size)
         self.wire = dtype  # in which rows travel and are computed with
@@ -168,7 +174,7 @@ class Table:
         )
         along = mesh.group("tensor")  # each of its ranks has a copy of the rows; the first one counts and writes
         held_part = Held(tuple(weight.shape), rank=along.rank, ranks=along.size)
-        segment = Segment(f"{name}.weight", weight.shape, 0, weight.numel(), held_part)
+        segment = Segment(self.full_name, weight.shape, 0, weight.numel(), held_part)
         layout = Layout(weight.dtype, True, (segment,), self.group.size, self.per_rank * self.group.size * self.width)
         self.flat = Flat(layout, [weight], number, row, mesh)
         self.flats = (self.flat,)
@@ -207,9 +213,12 @@ class Table:
                 raise ValueError(f"{source} gives {value.numel()} of the {stop - start} elements of {segment.name}")
             plane[: self.rows_here].view(-1).copy_(value)
         flat.hold_rows(plane.view(-1), self.rows_here * self.width, store)
-        cached = self.mesh.device.type != "cpu" or flat.parameter_tier is Tier.NVME
-        self.rows = RowMemory(plane, self.mesh.device, hot if cached else None)
-        store.write_back(flat, self.rows.settle)
+        self.rows = self._memory(plane, hot)
+        store.write_back(flat, self.settle)
+
+    def _memory(self, plane: torch.Tensor, hot: int | None) -> RowMemory:
+        cached = self.mesh.device.type != "cpu" or self.flat.parameter_tier is Tier.NVME
+        return RowMemory(plane, self.mesh.device, hot if cached else None)
 
     def _take_first_ranks(self, value: torch.Tensor, plane: torch.Tensor, unmade: bool) -> None:
         """Copy this rank's rows of the first rank's value into ``plane``. Collective.
@@ -219,7 +228,7 @@ class Table:
         group, per_rank = self.group, self.per_rank
 
         def part(rank: int) -> torch.Tensor:
-            return value[rank * per_rank : (rank + 1) * per_rank].to(self.mesh.device)
+            return value[rank * per_rank : (rank + 1) * per_rank].reshape(-1, self.width).to(self.mesh.device)
 
         if unmade or group.rank == 0:
             plane[: self.rows_here].copy_(part(group.rank))
@@ -246,9 +255,13 @@ class Table:
         """Restore the module's own forward, which then refuses the weight."""
         vars(self.module).pop("forward", None)
 
+    def settle(self, forget: bool = False) -> None:
+        """Let the planes have what is true of all rows; ``forget``: the planes are about to change."""
+        self.rows.settle(forget)
+
     def follow(self) -> None:
         """Read the rows from the master's new memory; the optimizer's states have moved with it."""
-        self.rows.settle(forget=True)
+        self.settle(forget=True)
         self.rows.replace([self.flat.master.view(self.per_rank, self.width)])  # the update finds the states
 
     # Forward.
@@ -260,7 +273,7 @@ class Table:
             Shape (k, width), in the wire dtype; a leaf whose gradient is taken as the gradient of these rows.
         """
         rows = vector_of(ids.numel() * self.width, self.wire, self.group).view(-1, self.width)
-        if torch.is_grad_enabled() and self.module.weight.requires_grad:
+        if torch.is_grad_enabled() and self.flat.parameters[0].requires_grad:
             rows.requires_grad_()
             rows.register_post_accumulate_grad_hook(RowArrival(self._notify, self.gradient, ids))
             self._leaves = [leaf for leaf in self._leaves if leaf() is not None] + [ref(rows)]
@@ -298,14 +311,18 @@ class Table:
         with torch._C.DisableTorchFunctionSubclass():
             same = bool(weight.is_set_to(self.flat.views[0])) or bool(self.flat.unbound)
         if not same:
-            self.refuse(self, f"{self.name}.weight was given new data, but it")
+            self.refuse(self, f"{self.full_name} was given new data, but it")
 
     def refuse(self, table: Any, name: str) -> None:
         """Raise RuntimeError: the weight is used as a whole, as its class says by ``name``."""
         raise RuntimeError(
             f"{name} has its rows spread over {self.group.size} ranks, and only its module looks them up; "
-            "read or change it inside `with zeromesh.zero.GatheredParameters([...])` on all ranks, or set sparse=False"
+            f"read or change it inside `with zeromesh.zero.GatheredParameters([...])` on all ranks, or {self.remedy}"
         )
+
+    def rule_of(self, optimizer: torch.optim.Optimizer, group: Options) -> str:
+        """Return the name of the rule by which an optimizer updates the rows; raise ValueError if there is none."""
+        return rule_of(optimizer, group, self.name)
 
     def update(self, rule: str, options: Options, state: dict[str, Any]) -> None:
         """Update the rows that have a gradient; ``state`` is the optimizer's for the piece here."""
@@ -321,7 +338,7 @@ class Table:
 
         self.rows.change(self.gradient.ids, change)
 
-    def _bind(self, states: tuple[RowState, ...], options: Options, state: dict[str, Any]) -> None:
+    def _bind(self, states: Sequence[RowState], options: Options, state: dict[str, Any]) -> None:
         """Use the optimizer's states of these rows as planes; make those that are missing."""
         tier, dtype, planes = self.flat.optimizer_tier, self.flat.master.dtype, self.rows.planes[:1]
         step = state.setdefault("step", torch.tensor(0.0))
@@ -347,12 +364,17 @@ class Table:
                 state[row_state.key] = plane.view(-1)
             planes.append(state[row_state.key].view(shape))
         if [plane.data_ptr() for plane in planes] != [plane.data_ptr() for plane in self.rows.planes]:
-            self.rows.settle(forget=True)
+            self.settle(forget=True)
             self.rows.replace(planes)
 
 
 def add_up(ids: list[torch.Tensor], gradients: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return distinct row numbers, ascending, and the sums of their gradients in at least fp32, added in order."""
+    """Return distinct row numbers, ascending, and the sums of their gradients in at least fp32, added in order.
+
+    Each of ``ids`` is ascending, without duplicates.
+    """
+    if len(ids) == 1:
+        return ids[0], gradients[0].to(torch.promote_types(gradients[0].dtype, torch.float32))
     every, inverse = torch.unique(torch.cat(ids), return_inverse=True)
     values = torch.cat(gradients)
     wide = values.new_zeros(every.numel(), values.shape[1], dtype=torch.promote_types(values.dtype, torch.float32))

@@ -25,7 +25,13 @@ from zeromesh.shard.parameters.flat import Flat
 from zeromesh.shard.store.tiers import Tiers
 from zeromesh.shard.tables.lookups import Lookups, TableCall
 from zeromesh.shard.tables.row_exchange import COPIES_TAG, ROWS_TAG, RowRequest, ask, from_all, swap, vector_of
-from zeromesh.shard.tables.row_rules import rule_of
+from zeromesh.shard.tables.stacked_rows import (
+    RestingExperts,
+    StackedRows,
+    StackedTable,
+    forward_of_stack,
+    require_room,
+)
 from zeromesh.shard.tables.table import Arrived, GradientState, Table
 
 
@@ -38,6 +44,12 @@ class TableSettings:
     folder: Path | None = None  # of files on NVMe
     hot: int | None = None  # rows per table in the cache of a faster tier
     batched: bool = True  # lookups of several tables share messages
+    resting: RestingExperts | None = None
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Names of the modules whose parameters are tables."""
+        return (*self.modules, *(stack.path for stack in (self.resting.stacks if self.resting else ())))
 
 
 class Tables:
@@ -57,6 +69,16 @@ class Tables:
             Table(name, module, first + number, mesh, self._settings.tier, chosen[id(module.weight)], wire)
             for number, (name, module) in enumerate(self._settings.modules.items())
         ]
+        self.stacks: list[tuple[StackedRows, list[StackedTable]]] = []
+        resting = self._settings.resting
+        for stack in resting.stacks if resting is not None else ():
+            assert resting is not None
+            here = [
+                StackedTable(stack, name, first + len(self.every) + place, mesh, resting, chosen, wire)
+                for place, name in enumerate(stack.names)
+            ]
+            self.stacks.append((stack, here))
+            self.every += here
         self.lookups = Lookups(mesh.shard, self.every, self._settings.batched)
         self._guards: dict[Table, Guard] = {}
 
@@ -82,19 +104,29 @@ class Tables:
         # Stages of a pipeline without tables take part in the agreement.
         if not self.every and self._mesh.sizes["pipeline"] == 1:
             return
-        folder = self._settings.folder
+        resting = self._settings.resting
+        stacked = {table.full_name for _, tables in self.stacks for table in tables}
 
         def make_room() -> None:
-            if folder is not None and self.every:
-                folder.mkdir(parents=True, exist_ok=True)
+            if resting is not None:
+                require_room(resting, [table for _, tables in self.stacks for table in tables], mixed)
             for table in self.every:
+                folder = self._settings.folder if resting is None or table.full_name not in stacked else resting.folder
+                if folder is not None:
+                    folder.mkdir(parents=True, exist_ok=True)
                 table.make_room(mixed, folder)
 
         # Together, as a rank without room would leave the others waiting for its rows.
         agree_run(self._mesh.group("world"), "make room for its tables", make_room)
         for table in self.every:
-            table.place(materialise, self._settings.hot, store)
-            table.spread(forward_of(table.module, self.lookups, table), arrived)
+            hot = self._settings.hot if resting is None or table.full_name not in stacked else resting.slots
+            table.place(materialise, hot, store)
+            if table.full_name not in stacked:
+                table.spread(forward_of(table.module, self.lookups, table), arrived)
+        for stack, tables in self.stacks:
+            forward = forward_of_stack(stack, self.lookups, tables)
+            for stacked_table in tables:
+                stacked_table.spread(forward, arrived)
 
     def guard(self, base: type[nn.Parameter], names: Mapping[int, str]) -> None:
         """Make operations on whole weights raise; ``base`` is the class of parameters that answers for ``grad``."""
@@ -116,9 +148,21 @@ class Tables:
         """Sum the gradients over the ranks, each row to the rank that has it. Collective, once between updates."""
         self.lookups.finish()
         tables = [table for table in self.every if table.gradient.state is GradientState.LOCAL]
-        if not tables:
-            return
+        # Rows of experts are so large that messages of several parameters are no gain, and their copies a loss.
+        for table in tables if self._mesh.shard.size == 1 else [t for t in tables if isinstance(t, StackedTable)]:
+            self._complete([table])
+        if rest := [table for table in tables if table.gradient.state is GradientState.LOCAL]:
+            self._complete(rest)
+        if tables:
+            self._sum_copies(tables)
+
+    def _complete(self, tables: Sequence[Table]) -> None:
         group, rank = self._mesh.shard, self._mesh.shard.rank
+        if group.size == 1:
+            for table in tables:
+                ids, gradient = table.gradient.local()
+                table.gradient.take_sum([ids], [gradient])
+            return
         with span("reduce", "tables"):
             local_sums = [table.gradient.local() for table in tables]
             requests = [
@@ -149,7 +193,6 @@ class Tables:
             parts = [receives[peer].split(sizes[peer]) for peer in range(group.size)]
             for index, table in enumerate(tables):
                 table.gradient.take_sum(route.of(index), [part[index].view(-1, table.width) for part in parts])
-            self._sum_copies(tables)
 
     def _sum_copies(self, tables: Sequence[Table]) -> None:
         """Sum over the ranks that hold copies of the same rows; all add in the order of ranks."""
@@ -176,7 +219,7 @@ class Tables:
             for _, _, piece in table.flat.pieces if any(table.gradient.used) else ():
                 group = groups.get(id(piece.parameter))
                 if group is not None:
-                    rule = rule_of(optimizer, group, table.name)
+                    rule = table.rule_of(optimizer, group)
                     with span("update", table.name):
                         table.update(rule, group, optimizer.state[piece.parameter])
 

@@ -1,0 +1,269 @@
+"""Experts that rest on the host or in files train as in one process that updates all of them in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compare import assert_close, assert_same
+from harness import run_ranks
+from mixtures import build_mixture, mixture_loss, token_rows
+from run import adamw, configuration, optimizer_of, start_engine
+from zeromesh import zero
+from zeromesh.engine.reports import planned_states
+from zeromesh.shard import sizes
+
+STEPS, EXPERTS, LENGTH = 6, 16, 3
+RATES = [1e-2 / (1 + step) for step in range(STEPS)]  # a row that is left alone has to know the rates of its time
+OPTIMIZERS = {
+    "AdamW": (torch.optim.AdamW, {"weight_decay": 0.1, "betas": (0.8, 0.9)}),
+    "Adam": (torch.optim.Adam, {"betas": (0.8, 0.9)}),
+    "SGD": (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}),
+    "Adagrad": (torch.optim.Adagrad, {"initial_accumulator_value": 0.1, "lr_decay": 0.1}),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run."""
+
+    rest: str = "cpu"
+    ranks: int = 1
+    optimizer: str = "AdamW"
+    stage: int = 0
+    accumulation: int = 1
+    clip: float = 0.0
+    slots: int = 3
+    dtype: torch.dtype = torch.float64
+    recomputes: bool = False
+
+
+def batches(case: Case, step: int) -> list[torch.Tensor]:
+    """Return the micro-batches of all ranks; a token of few choices, so that most experts are left alone."""
+    return [token_rows(100 * step + part, 1, LENGTH) for part in range(case.ranks * case.accumulation)]
+
+
+def engine_of(case: Case, folder: str) -> Any:
+    options = dict(OPTIMIZERS[case.optimizer][1])
+    sections: dict[str, Any] = {"gradient_clipping": case.clip, "gradient_accumulation_steps": case.accumulation}
+    if case.recomputes:
+        sections["activation_checkpointing"] = {"enabled": True, "targets": ["blocks.*"]}
+    if case.rest != "none":
+        sections["experts"] = {"rest": case.rest, "nvme_path": f"{folder}/files", "slots": case.slots}
+    config = configuration(
+        optimizer_of(case.optimizer, lr=RATES[0], **options), case.stage, train_micro_batch_size_per_gpu=1, **sections
+    )
+    return start_engine(build_mixture(case.dtype, experts=EXPERTS), config)
+
+
+def advance(engine: Any, case: Case, steps: Iterable[int]) -> None:
+    for step in steps:
+        for group in engine.optimizer.param_groups:
+            group["lr"] = RATES[step]
+        for part in batches(case, step)[engine.data_rank * case.accumulation :][: case.accumulation]:
+            engine.backward(mixture_loss(engine, part))
+            engine.step()
+
+
+def trained(case: Case, folder: str) -> dict[str, torch.Tensor]:
+    engine = engine_of(case, folder)
+    advance(engine, case, range(STEPS))
+    if case.rest != "none":  # most rows have been left alone for steps: nothing has touched all of them so far
+        missed = [int((table._missed > 0).sum()) for table in engine.sharded.tables]
+        assert len(missed) == 4
+        assert all(missed), missed
+    found: dict[str, torch.Tensor] = engine.gathered_state_dict()
+    engine.destroy()
+    return found
+
+
+def plain(case: Case) -> dict[str, torch.Tensor]:
+    """Train in plain torch."""
+    model = build_mixture(case.dtype, experts=EXPERTS)
+    kind, options = OPTIMIZERS[case.optimizer]
+    optimizer = kind(model.parameters(), lr=RATES[0], **options)
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = RATES[step]
+        optimizer.zero_grad()
+        parts = batches(case, step)
+        for part in parts:
+            (mixture_loss(model, part) / len(parts)).backward()
+        if case.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(),
+        Case(rest="nvme", stage=3, accumulation=2, clip=0.1),
+        pytest.param(Case(rest="nvme", slots=1, optimizer="Adam"), marks=pytest.mark.full),
+        pytest.param(Case(optimizer="SGD", recomputes=True), marks=pytest.mark.full),
+        pytest.param(Case(rest="nvme", optimizer="Adagrad", stage=2), marks=pytest.mark.full),
+        *(
+            pytest.param(Case(rest=rest, ranks=2, stage=stage, accumulation=steps, clip=clip), marks=pytest.mark.full)
+            for rest in ("cpu", "nvme")
+            for stage, steps, clip in ((0, 1, 0.0), (1, 2, 0.1), (2, 1, 0.1), (3, 2, 0.0))
+        ),
+    ],
+    ids=str,
+)
+def test_resting_experts_train_as_in_one_process(case: Case, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    found = trained(case, folder) if case.ranks == 1 else run_ranks(trained, case.ranks, case, folder)[0]
+    assert_close(found, plain(case), 1e-12)
+
+
+@pytest.mark.parametrize("rest", ["cpu", pytest.param("nvme", marks=pytest.mark.full)])
+def test_bits_are_those_of_a_run_with_all_experts_in_memory(rest: str, tmp_path: Path) -> None:
+    case = Case(rest=rest, dtype=torch.float32)
+    assert_same(trained(case, str(tmp_path)), trained(Case(rest="none", dtype=torch.float32), str(tmp_path)))
+
+
+def save(case: Case, folder: str) -> None:
+    engine = engine_of(case, folder)
+    advance(engine, case, range(STEPS // 2))
+    engine.save_checkpoint(folder)
+    engine.destroy()
+
+
+def go_on(case: Case, folder: str, ranks: int) -> dict[str, torch.Tensor]:
+    engine = engine_of(case, folder)
+    advance(engine, case, range(2))  # states, and steps to be made up for, that must not stay
+    engine.load_checkpoint(folder)
+    advance(engine, Case(**{**vars(case), "ranks": ranks}), range(STEPS // 2, STEPS))
+    found: dict[str, torch.Tensor] = engine.gathered_state_dict()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (Case(), Case(rest="nvme", slots=2)),
+        pytest.param(Case(rest="nvme"), Case(rest="none"), marks=pytest.mark.full),
+        pytest.param(Case(rest="none", stage=3), Case(), marks=pytest.mark.full),
+        pytest.param(Case(rest="nvme", ranks=2), Case(accumulation=2), marks=pytest.mark.full),
+        pytest.param(Case(accumulation=2), Case(rest="nvme", ranks=2, stage=3), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_goes_on_with_experts_elsewhere(before: Case, after: Case, tmp_path: Path) -> None:
+    for function, case, more in ((save, before, ()), (go_on, after, (after.ranks,))):
+        if case.ranks == 1:
+            result: Any = function(case, str(tmp_path), *more)
+        else:
+            result = run_ranks(function, case.ranks, case, str(tmp_path), *more)[0]
+    assert_close(result, plain(before), 1e-12)
+
+
+def test_states_and_weights_that_users_read_miss_no_step(tmp_path: Path) -> None:
+    """Whole states and weights are those of the last step, also of experts that have been left alone since long."""
+    found = []
+    for rest in ("cpu", "none"):
+        engine = engine_of(Case(rest=rest), str(tmp_path))
+        advance(engine, Case(), range(3))
+        weight = engine.module.blocks[0].experts.down_proj
+        found.append({key: zero.safe_get_full_optimizer_state(weight, key) for key in ("exp_avg", "exp_avg_sq")})
+        with zero.GatheredParameters([weight]):
+            found[-1]["weight"] = weight.detach().clone()
+        engine.destroy()
+    assert_close(*found, 1e-12)
+    assert bool((found[0]["exp_avg"].flatten(1).abs().sum(1) == 0).any())  # of an expert that no token has chosen
+
+
+def test_only_chosen_experts_are_fetched(tmp_path: Path) -> None:
+    engine = engine_of(Case(), str(tmp_path))
+    table, asked = engine.sharded.tables.every[0], []
+    answer = table.answer
+    table.answer = lambda ids: asked.append(ids.tolist()) or answer(ids)
+    rows: list[list[int]] = []
+    router = engine.module.blocks[0].gate
+    router.register_forward_hook(lambda module, inputs, outputs: rows.append(outputs[2].unique().tolist()))
+    engine.eval()
+    with torch.no_grad():
+        mixture_loss(engine, token_rows(1, 1, LENGTH))
+    assert asked == rows
+    assert len(rows[0]) < EXPERTS
+    engine.destroy()
+
+
+class Wrong(nn.Module):
+    """Calls its experts with a number that none of them has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build_mixture(torch.float32)
+        self.inner.blocks[0].gate.register_forward_hook(lambda m, inputs, outputs: (*outputs[:2], outputs[2] + 1))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.inner(ids)
+
+
+def test_a_choice_without_an_expert_is_an_error(tmp_path: Path) -> None:
+    engine = start_engine(Wrong(), configuration(adamw(1e-3), train_batch_size=1, experts={"rest": "cpu"}))
+    with pytest.raises(IndexError, match="was called with expert 4; it has 4, whose numbers are 0 to 3"):
+        engine(token_rows(0, 1))
+    engine.destroy()
+
+
+def frozen() -> nn.Module:
+    model = build_mixture(torch.float32)
+    model.blocks[1].experts.down_proj.requires_grad_(False)
+    return model
+
+
+def listed() -> nn.Module:
+    model = build_mixture(torch.float32)
+    model.blocks = nn.ModuleList([nn.Linear(6, 6)])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "sections", "message"),
+    [
+        (frozen, "AdamW", {"experts": {"rest": "cpu"}}, "blocks.1.experts cannot rest: down_proj is frozen"),
+        (listed, "AdamW", {"experts": {"rest": "cpu"}}, "no module of Mixture has experts"),
+        (build_mixture, "Lamb", {"experts": {"rest": "cpu"}}, "optimizers that have one are adam, adamw, sgd"),
+        (build_mixture, "AdamW", {"experts": {"rest": "nvme"}}, "name a folder with experts.nvme_path"),
+        (build_mixture, "AdamW", {"experts": {"rest": "cpu"}, "mesh": {"tensor": 2}}, "leave mesh.expert, mesh.tensor"),
+        (build_mixture, "AdamW", {"experts": {"rest": "cpu"}, "mesh": {"expert": 2}}, "leave mesh.expert, mesh.tensor"),
+    ],
+)
+def test_what_cannot_rest_is_refused(model: Any, optimizer: str, sections: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        start_engine(model(), configuration(optimizer_of(optimizer, lr=1e-3), train_batch_size=2, **sections))
+
+
+def test_a_disk_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zeromesh.shard.tables import stacked_rows
+
+    usage = stacked_rows.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(stacked_rows.shutil, "disk_usage", lambda folder: usage._replace(free=20_000))
+    # 2 blocks x 16 experts x (2 x 4 x 6 + 6 x 4) numbers x 8 bytes x (weight and two moments)
+    with pytest.raises(ValueError, match="20,000 bytes free, and the experts of this rank need 55,296 for weights"):
+        engine_of(Case(rest="nvme"), str(tmp_path))
+
+
+@pytest.mark.parametrize("rest", ["cpu", "nvme"])
+def test_planned_bytes_are_those_that_are_there(rest: str, tmp_path: Path) -> None:
+    engine = engine_of(Case(rest=rest, dtype=torch.float32), str(tmp_path))
+    advance(engine, Case(), range(2))
+    report, layout = engine.memory_report(), sizes.StateLayout(row=engine.sharded.row, widths=sizes.Widths(4, 4, 4, 0))
+    planned = planned_states(engine.sharded, layout, sizes.TableLayout())
+    tier = "host" if rest == "cpu" else rest
+    numbers = sum(p.numel() for name, p in engine.module.named_parameters() if ".experts." in name)
+    steps = 0 if rest == "nvme" else sum(table.flat.master.new_zeros(1).nbytes for table in engine.sharded.tables)
+    assert planned["parameter", tier] == report["parameter"][tier] == 4 * numbers
+    assert planned["optimizer", tier] == report["optimizer"][tier] - steps == 8 * numbers
+    if rest == "nvme":
+        assert planned["slot", "host"] == report["slot"]["host"] == 12 * numbers * 3 / EXPERTS
+    engine.destroy()

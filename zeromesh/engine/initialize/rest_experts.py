@@ -1,0 +1,93 @@
+"""Experts that rest on the host or in files: which they are, what is refused, and where they rest."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.optim import Optimizer
+
+from zeromesh.base.kernels.update_rules import RULES
+from zeromesh.base.quantized_layers import is_quantized
+from zeromesh.comm.mesh import Mesh
+from zeromesh.config.settings import TIERS
+from zeromesh.shard.tables.stacked_rows import RestingExperts, StackedRows, exact_rule
+
+if TYPE_CHECKING:
+    from zeromesh.config.settings import Resolved
+    from zeromesh.parallel.expert.contract import Experts
+
+
+def find_resting(model: nn.Module, settings: Resolved, mesh: Mesh) -> list[StackedRows]:
+    """Return the experts of a model that are to rest; none where the configuration does not say so.
+
+    Raises:
+        ValueError: a model without experts, or whose experts have no rows, with the reason.
+    """
+    rest = settings.experts.rest
+    if rest == "none":
+        return []
+    # Imported here: a dense model needs none of it.
+    from zeromesh.parallel.expert.forms import find_experts
+
+    if mesh.sizes["expert"] > 1:
+        raise ValueError(f"experts.rest is {rest}, and mesh.expert is {mesh.sizes['expert']}; leave one of them out")
+    experts = find_experts(model, settings.experts.targets, 1)
+    if not experts:
+        raise ValueError(f"experts.rest is {rest}, and no module of {type(model).__name__} has experts; leave it out")
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    for item in experts:
+        if reason := _reason(item, uses):
+            raise ValueError(f"experts.rest is {rest}, but {item.name} cannot rest: {reason}; leave experts.rest out")
+    return [
+        StackedRows(item.name, item.module, tuple(item.module._parameters), item.count, item.sizes) for item in experts
+    ]
+
+
+def _reason(item: Experts, uses: Mapping[int, int]) -> str | None:
+    """Return why the experts of a layer cannot rest, as a clause; None if they can."""
+    from zeromesh.parallel.expert.contract import Contract
+    from zeromesh.parallel.expert.forms import objection_to_single
+
+    if item.contract is not Contract.ROUTED:
+        return f"it is called with {item.contract.value}, and experts can rest that are called with their choices"
+    if item.beyond:
+        return f"its router also chooses {item.beyond} experts without weights"
+    for name, parameter in item.module.named_parameters():
+        if name not in item.module._parameters or f"{item.name}.{name}" not in item.splits:
+            return f"{name} has no row for each of its {item.count} experts"
+        if len(parameter) != item.count:
+            return f"{name} has {len(parameter)} rows for {item.count} experts"
+        if is_quantized(parameter) or not parameter.is_floating_point():
+            return f"{name} is quantized"
+        if not parameter.requires_grad:
+            return f"{name} is frozen"
+        if uses[id(parameter)] > 1:
+            return f"{name} is used elsewhere, too"
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return f"{name} has hooks, which expect a gradient of its shape"
+    return objection_to_single(item) or None
+
+
+def resting_settings(stacks: Sequence[StackedRows], settings: Resolved, states: int) -> RestingExperts | None:
+    """Return what places resting experts; None where there are none."""
+    if not stacks:
+        return None
+    chosen = settings.experts
+    folder = Path(chosen.nvme_path).absolute() if chosen.rest == "nvme" and chosen.nvme_path is not None else None
+    return RestingExperts(tuple(stacks), TIERS[chosen.rest], folder, chosen.slots, states)
+
+
+def states_of(optimizer: Optimizer | None, stacks: Sequence[StackedRows]) -> int:
+    """Return how many numbers an optimizer keeps of each element of resting experts at most; 0 without an optimizer.
+
+    Raises:
+        ValueError: it could not make up for steps that experts miss.
+    """
+    if optimizer is None or not stacks:
+        return 0
+    rules = [(exact_rule(optimizer, group, stacks[0].path), group) for group in optimizer.param_groups]
+    return max(len(RULES[rule].states(group)) for rule, group in rules)

@@ -1,0 +1,274 @@
+"""Experts as rows of tables: a stacked parameter (experts, ...) has a row for each expert, and a call names its rows.
+
+A forward fetches the rows of the experts that its tokens have chosen, and computes with these alone. An update changes
+the rows that have gradients. What all others miss is a step with a gradient of zero, in which moments decay, and the
+weights move by them and by weight decay: it is made up for, step by step, with the options of its time, when the row is
+next used. So the bits of weights and states are those of an optimizer that updates all rows in every step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import ref
+
+import torch
+
+from zeromesh.base.kernels.update_pass import UpdatePiece, UpdateStep, update
+from zeromesh.base.kernels.update_rules import RULES, Group, rule_of
+from zeromesh.base.placement import Tier
+from zeromesh.comm.mesh import Mesh
+from zeromesh.shard.sizes import TableLayout
+from zeromesh.shard.tables.lookups import Lookups, TableCall
+from zeromesh.shard.tables.row_memory import RowMemory
+from zeromesh.shard.tables.row_rules import Options, RowState
+from zeromesh.shard.tables.table import Table
+
+WINDOW = 1 << 18  # elements that take all their steps before others do: a processor's cache has them and their states
+
+
+@dataclass(frozen=True)
+class StackedRows:
+    """A module that is called with rows, the experts of each, and their weights."""
+
+    path: str  # name of the module
+    module: Any
+    names: tuple[str, ...]  # of its parameters, all of shape (count, ...)
+    count: int  # number of experts
+    sizes: Mapping[tuple[str, str], int]  # (module inside, attribute) that says how many experts there are
+
+
+@dataclass(frozen=True)
+class RestingExperts:
+    """Experts whose rows rest off the device."""
+
+    stacks: tuple[StackedRows, ...]
+    tier: Tier
+    folder: Path | None  # of files on NVMe
+    slots: int  # rows of each parameter that stay in host memory if the tier is NVMe
+    states: int  # numbers that the optimizer keeps of each element
+
+    @property
+    def layout(self) -> TableLayout:
+        """What predictions of memory compute with."""
+        return TableLayout(self.tier, self.states, 0, self.slots if self.tier is Tier.NVME else None, Tier.HOST)
+
+
+class StackedTable(Table):
+    """A parameter of experts. Rows are updated where they rest, or in a cache in host memory, one after the other."""
+
+    remedy = 'set experts.rest to "none"'
+
+    def __init__(
+        self,
+        stack: StackedRows,
+        attribute: str,
+        number: int,
+        mesh: Mesh,
+        resting: RestingExperts,
+        chosen: Mapping[int, torch.dtype],
+        sent: torch.dtype | None,
+    ) -> None:
+        dtype = chosen[id(getattr(stack.module, attribute))]
+        super().__init__(stack.path, stack.module, number, mesh, resting.tier, dtype, sent, attribute)
+        self.resting = resting
+        self.gradient.merges = True  # rows are large: one sum of them is kept, and not each micro-batch's
+        self._missed = torch.zeros(self.rows_here, dtype=torch.int64)  # steps of each row that are to be made up for
+        self._steps: deque[UpdateStep] = deque()  # the last ones, as many as any row misses
+
+    def _memory(self, plane: torch.Tensor, hot: int | None) -> RowMemory:
+        in_files = self.flat.parameter_tier is Tier.NVME
+        return RowMemory(plane, self.mesh.device, hot if in_files else None, on_host=True)
+
+    def answer(self, asked: torch.Tensor) -> torch.Tensor:
+        """Return rows that are here, up to date, by their local numbers: shape (k, width), in the wire dtype."""
+        self._make_up(asked.cpu().unique())
+        return self.rows.read(asked).to(self.wire)
+
+    def settle(self, forget: bool = False) -> None:
+        """Let all rows take the steps that they miss, and the planes have their values."""
+        self._make_up(torch.arange(self.rows_here))
+        super().settle(forget)
+
+    def rule_of(self, optimizer: torch.optim.Optimizer, group: Options) -> str:
+        """Return the name of the host's rule for a group; see ``exact_rule``."""
+        return exact_rule(optimizer, group, self.full_name)
+
+    def update(self, rule: str, options: Options, state: dict[str, Any]) -> None:
+        """Take one step: rows that have a gradient at once, all others when they are next used."""
+        names = RULES[rule].states(options)
+        self._bind([RowState(key, initial=_INITIAL.get(key)) for key in names], options, state)
+        number = int(state["step"]) + 1
+        step = UpdateStep(rule, _of_now(options, RULES[rule].options), number)
+        if self._steps and self._steps[-1].group == step.group:
+            step = UpdateStep(rule, self._steps[-1].group, number)  # its options are kept once
+        gradients = self.gradient.summed.to("cpu", self.flat.master.dtype)
+        place_of = {row: place for place, row in enumerate(self.gradient.ids.tolist())}
+
+        def change(row: int, values: list[torch.Tensor]) -> None:
+            self._take(values, [*self._steps_of(row), step], gradients[place_of[row]])
+            self._missed[row] = -1
+
+        self.rows.in_place(self.gradient.ids, change)
+        self._steps.append(step)
+        self._missed += 1
+        state["step"] = state["step"] + 1
+        self._forget_steps()
+
+    def _make_up(self, rows: torch.Tensor) -> None:
+        """Let some rows, int64 on the host, take the steps that they miss."""
+        behind = rows[self._missed[rows] > 0]
+        if not behind.numel():
+            return
+
+        def change(row: int, values: list[torch.Tensor]) -> None:
+            self._take(values, self._steps_of(row), None)
+            self._missed[row] = 0
+
+        self.rows.in_place(behind, change)
+        self._forget_steps()
+
+    def _steps_of(self, row: int) -> list[UpdateStep]:
+        missed = int(self._missed[row])
+        return list(self._steps)[len(self._steps) - missed :]
+
+    def _forget_steps(self) -> None:
+        most = int(self._missed.max()) if self.rows_here else 0
+        while len(self._steps) > most:
+            self._steps.popleft()
+
+    @staticmethod
+    def _take(values: list[torch.Tensor], steps: Sequence[UpdateStep], last: torch.Tensor | None) -> None:
+        """Take steps with gradients of zero, of which the last one has the gradient ``last`` unless that is None."""
+        master, *states = values
+        zeros = torch.zeros(min(WINDOW, master.numel()), dtype=master.dtype)
+        for start in range(0, master.numel(), WINDOW):
+            window = slice(start, min(start + WINDOW, master.numel()))
+            parts, size = tuple(state[window] for state in states), window.stop - start
+            for step in steps:
+                has_gradient = last is not None and step is steps[-1]
+                gradient = last[window] if last is not None and has_gradient else zeros[:size]
+                update([UpdatePiece(step, gradient, master[window], parts)])
+
+
+_INITIAL = {"sum": "initial_accumulator_value"}
+
+
+def _of_now(options: Options, names: Sequence[str]) -> Group:
+    """Return copies of some options, which schedules change."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return float(value)
+        return tuple(map(float, value)) if isinstance(value, list | tuple) else value
+
+    return {name: plain(options[name]) for name in names if name in options}
+
+
+def exact_rule(optimizer: torch.optim.Optimizer, group: Options, name: str) -> str:
+    """Return the name of the host's rule that makes up for steps of ``name`` as an optimizer's group would take them.
+
+    Raises:
+        ValueError: there is none.
+    """
+    rule = rule_of(optimizer, group)
+    if rule is None:
+        raise ValueError(
+            f"experts.rest: {type(optimizer).__name__} has no update on the host by which {name} could make up for "
+            f"steps that it misses; optimizers that have one are {', '.join(RULES)}, without amsgrad, capturable and "
+            "differentiable. Use one of them, or leave experts.rest out"
+        )
+    return rule
+
+
+def require_room(resting: RestingExperts, tables: Sequence[Table], mixed: bool) -> None:
+    """Raise ValueError if the folder has no room for the rows and states of tables on this rank."""
+    if resting.folder is None:
+        return
+    resting.folder.mkdir(parents=True, exist_ok=True)
+    numbers = sum(table.per_rank * table.width * table.flat.master_dtype(mixed).itemsize for table in tables)
+    needed, free = numbers * (1 + resting.states), shutil.disk_usage(resting.folder).free
+    if needed > free:
+        raise ValueError(
+            f"experts.nvme_path {str(resting.folder)!r} has {free:,} bytes free, and the experts of this rank need "
+            f"{needed:,} for weights and {resting.states} states; name a folder on a larger disk, or use more ranks"
+        )
+
+
+def forward_of_stack(stack: StackedRows, lookups: Lookups, tables: Sequence[StackedTable]) -> Callable[..., Any]:
+    """Return a forward of the experts that computes with the rows of the experts that are chosen."""
+    own_forward = stack.module.forward
+    signature, weak_lookups, weak_tables = (
+        inspect.signature(own_forward),
+        ref(lookups),
+        [ref(table) for table in tables],
+    )
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        here, every = weak_lookups(), [table() for table in weak_tables]
+        if here is None or None in every:
+            raise RuntimeError("the engine that has these experts is gone; keep the engine as long as the model")
+        present = [table for table in every if table is not None]
+        return _call(stack, own_forward, here, present, signature.bind(*args, **kwargs))
+
+    compiled_apart: Callable[..., Any] = torch.compiler.disable(forward)
+    return compiled_apart
+
+
+def _call(
+    stack: StackedRows,
+    own_forward: Callable[..., Any],
+    lookups: Lookups,
+    tables: Sequence[StackedTable],
+    bound: inspect.BoundArguments,
+) -> Any:
+    module, arguments = stack.module, bound.arguments
+    # Of torch.func.functional_call, or of a copy of the model.
+    present = [module._parameters.get(name) for name in stack.names]
+    other = any(p is not table.flat.parameters[0] for p, table in zip(present, tables, strict=True))
+    if other or (all(table.flat.unbound for table in tables) and not torch.is_grad_enabled()):
+        return own_forward(*bound.args, **bound.kwargs)
+    name = [*arguments][1]
+    index = arguments[name]
+    ids, inverse = torch.unique(index.long(), return_inverse=True)
+    if not ids.numel():
+        ids = ids.new_zeros(1)  # products of no expert at all are not defined
+    failure = None
+    if int(ids[0]) < 0 or int(ids[-1]) >= stack.count:
+        wrong = int(ids[0]) if int(ids[0]) < 0 else int(ids[-1])
+        failure = IndexError(
+            f"{stack.path} was called with expert {wrong}; it has {stack.count}, whose numbers are 0 to "
+            f"{stack.count - 1}. Experts without weights cannot rest: leave experts.rest out"
+        )
+    call = TableCall(ids, _same, _same, failure)
+    rows = [lookups.look_up(table, call, at_once=True) for table in tables]
+    shapes = [(len(ids), *table.flat.layout.segments[0].shape[1:]) for table in tables]
+    parameters = {n: value.view(shape) for n, value, shape in zip(stack.names, rows, shapes, strict=True)}
+    arguments[name] = inverse.view(index.shape).to(index.dtype)
+    with _with_rows(stack, parameters, len(ids)):
+        return own_forward(*bound.args, **bound.kwargs)
+
+
+def _same(rows: torch.Tensor) -> torch.Tensor:
+    return rows
+
+
+@contextmanager
+def _with_rows(stack: StackedRows, rows: Mapping[str, torch.Tensor], count: int) -> Iterator[None]:
+    """Let the module have ``count`` experts, with these parameters, in this context."""
+    module, present = stack.module, dict(stack.module._parameters)
+    try:
+        module._parameters.update(rows)
+        for path, attribute in stack.sizes:
+            setattr(module.get_submodule(path), attribute, count)
+        yield
+    finally:
+        module._parameters.update(present)
+        for (path, attribute), size in stack.sizes.items():
+            setattr(module.get_submodule(path), attribute, size)
