@@ -44,6 +44,7 @@ def values(engine: zeromesh.Engine, *names: str) -> dict[str, torch.Tensor]:
 
 
 def dtypes(engine: zeromesh.Engine) -> set[tuple[str, torch.dtype]]:
+    assert engine.optimizer is not None
     states = engine.optimizer.state.values()
     return {(name, value.dtype) for state in states for name, value in state.items() if value.ndim}
 
@@ -129,8 +130,11 @@ def test_states_are_set_and_converted(tmp_path: Path) -> None:
     update(engine)
     first = next(engine.module.parameters())
     zero.safe_set_full_optimizer_state(first, torch.full(first.shape, 1.001), "exp_avg")
-    assert bool((zero.safe_get_full_optimizer_state(first, "exp_avg") == 1.0).all())  # the nearest bf16 number
+    state = zero.safe_get_full_optimizer_state(first, "exp_avg")
+    assert state is not None
+    assert torch.equal(state, torch.ones(first.shape))  # the nearest bf16 number
     # Torch's own function gives states the dtype of their parameters.
+    assert engine.optimizer is not None
     engine.optimizer.load_state_dict(engine.optimizer.state_dict())
     update(engine)
     assert dtypes(engine) == {(name, torch.bfloat16) for name in MOMENTS}
