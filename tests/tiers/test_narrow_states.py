@@ -10,7 +10,9 @@ from torch import nn
 import zeromesh
 from run import configuration, train_step
 from zeromesh import zero
+from zeromesh.base.kernels import update_pass
 from zeromesh.checkpoint.weights.convert import convert_checkpoint
+from zeromesh.shard.optim import host
 
 ADAMW: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-2}}
 HOST = {"offload_optimizer": {"device": "cpu"}}
@@ -101,6 +103,17 @@ def test_states_stay_within_the_bound_of_fp32_states() -> None:
             assert torch.equal(found[1][name], found[1][name].bfloat16().float())
         else:
             assert torch.equal(found[1][name], wide)  # the update itself is computed in fp32
+
+
+def test_other_devices_update_them_by_torch_with_the_same_bits_of_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for taken in (update_pass.update, update_pass.update_on_device):
+        monkeypatch.setattr(host, "update", taken)
+        engine = start(optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}})
+        update(engine)
+        found.append(values(engine, "momentum_buffer"))
+        engine.destroy()
+    assert same(*found)
 
 
 def test_deepspeeds_key_is_the_same() -> None:
