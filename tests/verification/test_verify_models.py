@@ -90,6 +90,7 @@ def test_rounding_of_split_layers_is_no_difference(family: str) -> None:
         {"mesh": {"replicate": 2, "data": 1}, "zero_optimization": {"stage": 3}},
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/elsewhere"}}},
         {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
+        {"bf16": {"enabled": True}, "optimizer_state_dtype": "bf16", "zero_optimization": {"stage": 3}},
     ],
     ids=str,
 )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zeromesh.base.kernels.update_rules import state_dtype
 from zeromesh.base.optimizer_table import row_of
 from zeromesh.base.piece import Piece
 from zeromesh.base.split import Held
@@ -131,7 +132,9 @@ def load_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: Reader) 
             name = f"optimizer/{key}/{piece.name}"
             if name in reader.names:
                 rests_in_rows = key in in_rows  # by ``load_rows``
-                dtype = sharded.state_dtype(flat, key)
+                # Those of tables are as wide as their masters.
+                narrow = key in sharded.store.states.narrow and flat not in sharded.tables.flats
+                dtype = state_dtype(narrow, piece.parameter.dtype)
                 state[key] = (
                     unloaded(torch.empty_like(piece.parameter, dtype=dtype, device="meta"))
                     if rests_in_rows

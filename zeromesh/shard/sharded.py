@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from zeromesh.base.dtypes import dtypes
-from zeromesh.base.kernels.update_rules import state_dtype
 from zeromesh.base.piece import Piece
 from zeromesh.base.placement import Placement, Tier
 from zeromesh.base.quantized_layers import stored
@@ -210,11 +209,6 @@ class ShardedModel:
         """True if the kernels' rules update some state: one off the device, or one in fewer bytes than its master."""
         narrow = bool(self.store.states.narrow)
         return any(flat.gradient and (narrow or flat.optimizer_tier is not Tier.DEVICE) for flat in self.flats)
-
-    def state_dtype(self, flat: Flat, name: str) -> torch.dtype:
-        """Return the dtype of one of the optimizer's states; those of tables are as wide as their masters."""
-        narrow = name in self.store.states.narrow and flat not in self.tables.flats
-        return state_dtype(narrow, flat.master.dtype)
 
     @property
     def pieces(self) -> dict[int, Piece | None]:

@@ -369,6 +369,7 @@ def reference(path: Path, trial: Trial, terms: int) -> tuple[list[PlainStep], to
         steps = PlainTraining(path, trial).steps()
     asked = trial.settings.precision
     used = [seen.dtype, *filter(None, (asked.compute, asked.communicate, asked.accumulate))]
+    used += [torch.bfloat16] if trial.settings.has_narrow_states else []  # whose rounding the plain process lacks
     narrow = max(used, key=lambda dtype: torch.finfo(dtype).eps)
     unit = torch.finfo(narrow).eps / 2
     # The rounding errors of a sum grow with the root of its terms, at the worst with their number. Products of matrices

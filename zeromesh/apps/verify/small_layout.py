@@ -47,7 +47,9 @@ APART = frozenset(
 )
 """Keys that trials set themselves, or that change nothing of an update."""
 
-PRECISION = ("fp16", "bf16", "torch_autocast", "communication_data_type", "data_types", "float8")
+PRECISION = (
+    *("fp16", "bf16", "torch_autocast", "communication_data_type", "data_types", "float8", "optimizer_state_dtype"),
+)
 
 
 @dataclass(frozen=True)
