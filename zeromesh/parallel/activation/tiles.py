@@ -32,7 +32,7 @@ _LENGTHS = (24, 40, 56, 88, 104)  # of the checked sequence; one that is no size
 
 @dataclass(frozen=True)
 class Tiled:
-    """How a module is called that is computed in tiles: with ``count`` tensors, the tokens of which are so wide."""
+    """Arguments of a module that is computed in tiles: ``count`` tensors, the tokens of which are so wide."""
 
     count: int
     width: int
@@ -69,8 +69,8 @@ class TokenApartness(TokenCheck):
             def call(
                 model: nn.Module, run: Any, width: int = width, count: int = self.count, results: list[str] = results
             ) -> None:
-                whole = torch.empty(1, length, width, dtype=self._dtype, device=META)
-                output = model(*(run.spread(whole, 1, length, length // _PARTS) for _ in range(count)))
+                sequence = torch.empty(1, length, width, dtype=self._dtype, device=META)
+                output = model(*(run.spread(sequence, 1, length, length // _PARTS) for _ in range(count)))
                 if not run.is_plain:
                     results.append(_wrong(output, width))
 
@@ -135,10 +135,10 @@ def find_tiled(model: nn.Module, named: Iterable[tuple[str, nn.Module]] | None =
         ValueError: a named module is not known to compute each token by itself, with the file and line, or there is no
             module to take.
     """
-    found: dict[str, Tiled] = {}
-    known: dict[Any, TokenApartness] = {}
+    tiled_modules: dict[str, Tiled] = {}
+    proofs: dict[Any, TokenApartness] = {}
     for name, module in model.named_modules() if named is None else named:
-        if any(not outer or name.startswith(f"{outer}.") for outer in found):
+        if any(not outer or name.startswith(f"{outer}.") for outer in tiled_modules):
             continue
         if named is None and not (name and _is_expanding(module)):
             continue
@@ -146,32 +146,32 @@ def find_tiled(model: nn.Module, named: Iterable[tuple[str, nn.Module]] | None =
         if routes and named is None:
             continue
         kind = _kind(module)
-        if kind not in known:
-            known[kind] = TokenApartness(module)
-        proof = known[kind]
+        if kind not in proofs:
+            proofs[kind] = TokenApartness(module)
+        proof = proofs[kind]
         reason = "it chooses experts for its tokens, which its balance compares" if routes else proof.reason
         if not reason:
-            found[name] = Tiled(proof.count, proof.width)
+            tiled_modules[name] = Tiled(proof.count, proof.width)
         elif named is not None:
             raise ValueError(
                 f"tiling.modules has {name} ({type(module).__name__}), which cannot be computed in tiles of tokens: "
                 f"{reason}; leave it out of tiling.modules, or write code that computes each token by itself"
             )
-    if not found:
+    if not tiled_modules:
         raise ValueError(
             f"tiling.mlp is set, but no module of {type(model).__name__} is known to compute each token by itself, "
             "with two products or more, and gives a result as wide as its argument; set tiling.mlp to null"
         )
-    return found
+    return tiled_modules
 
 
-def tile_modules(model: nn.Module, found: Mapping[str, Tiled], tokens: int | Literal["width"]) -> None:
+def tile_modules(model: nn.Module, tiled_modules: Mapping[str, Tiled], tokens: int | Literal["width"]) -> None:
     """Compute modules in tiles of so many tokens, in place; "width": as many as a token is wide, and ``SMALLEST``.
 
     Gradients of a parameter are summed over the tiles in autograd, and arrive once.
     """
     modules = dict(model.named_modules())
-    for name, tiled in found.items():
+    for name, tiled in tiled_modules.items():
         module = modules.get(name)
         if module is None or next(module.parameters(), None) is None:
             continue  # it is of another stage
