@@ -158,10 +158,10 @@ class ActivationCheckpointing(Section):
 class Tiling(Section):
     """Compute what treats tokens apart a few tokens at a time, so that long sequences fit."""
 
-    mlp: Literal["auto"] | PositiveInt | None = key(
+    mlp: Literal["width"] | PositiveInt | None = key(
         None,
         "Tokens of a tile, in which MLPs compute forward and backward; their activations are recomputed tile by tile. "
-        "auto: the larger of 1024 and the width of a token. Null: no tiles.",
+        "width: the larger of 1024 and the width of a token. Null: no tiles.",
     )
     modules: Names = key(
         (),

@@ -63,7 +63,12 @@ REFUSALS: list[Refusal[Any]] = [
     (
         lambda s: s.tiling.modules and s.tiling.mlp is None,
         "tiling.modules names modules, and tiling.mlp does not say how many tokens a tile has; set tiling.mlp to a "
-        'number or "auto", or leave tiling.modules out',
+        'number or "width", or leave tiling.modules out',
+    ),
+    (
+        lambda s: s.tiling.mlp is not None and s.tensor_parallel.sequence,
+        "tiling.mlp is {s.tiling.mlp} and tensor_parallel.sequence is true, where blocks are given parts of sequences "
+        "that cannot be cut again; set tensor_parallel.sequence to false, or tiling.mlp to null",
     ),
     (
         lambda s: s.tiling.mlp is not None and s.compile.enabled,

@@ -52,10 +52,10 @@ def find_tiles(model: nn.Module, settings: Resolved, tells: bool) -> Mapping[str
         return {}
     from zeromesh.parallel.activation.tiles import find_tiled
 
-    found = find_tiled(model, find_units(model, chosen.modules) if chosen.modules else None)
+    tiled = find_tiled(model, find_units(model, chosen.modules) if chosen.modules else None)
     if tells:
-        _log.info("computed in tiles of %s tokens: %s", chosen.mlp, ", ".join(dict.fromkeys(map(pattern_of, found))))
-    return found
+        _log.info("computed in tiles of %s tokens: %s", chosen.mlp, ", ".join(dict.fromkeys(map(pattern_of, tiled))))
+    return tiled
 
 
 def make_mesh(settings: Settings, environment: Environment | None = None) -> Mesh:

@@ -24,16 +24,15 @@ from zeromesh.parallel.follow.token_check import TokenCheck
 from zeromesh.parallel.follow.tokens import MixesTokens
 
 SMALLEST = 1024
-"""Least number of tokens of a tile with "auto": smaller products take longer for each token."""
+"""Least number of tokens of a tile with "width": smaller products take longer for each token."""
 
 _PARTS = 2
 _LENGTHS = (24, 40, 56, 88, 104)  # of the checked sequence; one that is no size of a parameter
 
 
-
 @dataclass(frozen=True)
 class Tiled:
-    """How a module is called that is computed in tiles: with ``count`` tensors, the tokens of which are so wide."""
+    """Arguments of a module that is computed in tiles: ``count`` tensors, the tokens of which are so wide."""
 
     count: int
     width: int
@@ -70,8 +69,8 @@ class TokenApartness(TokenCheck):
             def call(
                 model: nn.Module, run: Any, width: int = width, count: int = self.count, results: list[str] = results
             ) -> None:
-                whole = torch.empty(1, length, width, dtype=self._dtype, device=META)
-                output = model(*(run.spread(whole, 1, length, length // _PARTS) for _ in range(count)))
+                sequence = torch.empty(1, length, width, dtype=self._dtype, device=META)
+                output = model(*(run.spread(sequence, 1, length, length // _PARTS) for _ in range(count)))
                 if not run.is_plain:
                     results.append(_wrong(output, width))
 
@@ -136,47 +135,47 @@ def find_tiled(model: nn.Module, named: Iterable[tuple[str, nn.Module]] | None =
         ValueError: a named module is not known to compute each token by itself, with the file and line, or there is no
             module to take.
     """
-    found: dict[str, Tiled] = {}
-    known: dict[Any, TokenApartness] = {}
+    tiled_modules: dict[str, Tiled] = {}
+    proofs: dict[Any, TokenApartness] = {}
     for name, module in model.named_modules() if named is None else named:
-        if any(not outer or name.startswith(f"{outer}.") for outer in found):
+        if any(not outer or name.startswith(f"{outer}.") for outer in tiled_modules):
             continue
-        if named is None and not _is_expanding(module):
+        if named is None and not (name and _is_expanding(module)):
             continue
         routes = chooses(module.modules())
         if routes and named is None:
             continue
         kind = _kind(module)
-        if kind not in known:
-            known[kind] = TokenApartness(module)
-        proof = known[kind]
+        if kind not in proofs:
+            proofs[kind] = TokenApartness(module)
+        proof = proofs[kind]
         reason = "it chooses experts for its tokens, which its balance compares" if routes else proof.reason
         if not reason:
-            found[name] = Tiled(proof.count, proof.width)
+            tiled_modules[name] = Tiled(proof.count, proof.width)
         elif named is not None:
             raise ValueError(
                 f"tiling.modules has {name} ({type(module).__name__}), which cannot be computed in tiles of tokens: "
                 f"{reason}; leave it out of tiling.modules, or write code that computes each token by itself"
             )
-    if not found:
+    if not tiled_modules:
         raise ValueError(
             f"tiling.mlp is set, but no module of {type(model).__name__} is known to compute each token by itself, "
             "with two products or more, and gives a result as wide as its argument; set tiling.mlp to null"
         )
-    return found
+    return tiled_modules
 
 
-def tile_modules(model: nn.Module, found: Mapping[str, Tiled], tokens: int | Literal["auto"]) -> None:
-    """Compute modules in tiles of so many tokens, in place; "auto": as many as a token is wide, and ``SMALLEST``.
+def tile_modules(model: nn.Module, tiled_modules: Mapping[str, Tiled], tokens: int | Literal["width"]) -> None:
+    """Compute modules in tiles of so many tokens, in place; "width": as many as a token is wide, and ``SMALLEST``.
 
     Gradients of a parameter are summed over the tiles in autograd, and arrive once.
     """
     modules = dict(model.named_modules())
-    for name, tiled in found.items():
+    for name, tiled in tiled_modules.items():
         module = modules.get(name)
         if module is None or next(module.parameters(), None) is None:
             continue  # it is of another stage
-        size = max(SMALLEST, tiled.width) if tokens == "auto" else tokens
+        size = max(SMALLEST, tiled.width) if tokens == "width" else tokens
         module.forward = partial(_in_tiles, module.forward, module, name, tiled.count, size)
 
 
@@ -185,13 +184,13 @@ def _in_tiles(
 ) -> Any:
     """Return the module's result, computed tile by tile."""
     keys, tensors = tuple(kwargs), (*args, *kwargs.values())
-    first = tensors[0] if tensors else None
-    alike = isinstance(first, Tensor) and first.ndim > 1
-    if len(tensors) != count or not alike or any(getattr(x, "shape", None) != first.shape for x in tensors):
+    shapes = {x.shape if isinstance(x, Tensor) else None for x in tensors}
+    if len(tensors) != count or len(shapes) != 1 or tensors[0] is None or tensors[0].ndim < 2:
         raise ValueError(
             f"{name} ({type(module).__name__}) is called with other arguments than those that were checked, {count} "
             "tensor(s) of shape (batch, tokens, width): leave it out of tiling.modules, or set tiling.mlp to null"
         )
+    first = tensors[0]
     dim = first.ndim - 2
     size = max(1, tokens // prod(first.shape[:dim]))
     if first.shape[dim] <= size:
@@ -204,4 +203,5 @@ def _in_tiles(
 
 def _call(module: nn.Module, forward: Callable[..., Any], keys: tuple[str, ...], /, *tensors: Tensor) -> Any:
     begin = len(tensors) - len(keys)
+    tensors = tuple(x.contiguous() for x in tensors)  # code may want views of what were whole sequences
     return forward(*tensors[:begin], **dict(zip(keys, tensors[begin:], strict=True)))
