@@ -1,4 +1,4 @@
-"""States in bf16: one rule of rounding in C and in torch, right on the average, with the error that the page states."""
+"""States in bf16: one rule of rounding in C and in torch, right on the average, with an error that is bounded."""
 
 import math
 from collections.abc import Sequence
@@ -216,7 +216,7 @@ def test_second_moments_move_where_nearest_rounding_stalls() -> None:
     assert (nearest == 1.0).all(), "it has not moved at all"
     found = moment_after(None, steps, beta, squares, 1.0)
     assert abs(found.mean().item() / expected - 1) < 0.005
-    # The bound of docs/state-dtypes.md for one element, of the largest number that the moment has been.
+    # The bound for one element, of the largest number that the moment has been (see the next test).
     bound = 2**-8 / math.sqrt(1 - beta**2)
     assert ((found - expected) ** 2).mean().sqrt() < bound
 

@@ -19,7 +19,7 @@ STATES = 2
 
 
 def salt_of(number: int) -> int:
-    """What sets the random bits of a step apart from those of the others: 32 bits of its number, as an int32."""
+    """Return what sets the random bits of a step apart from those of the others: a hash of its number, as an int32."""
     return int(random_bits(torch.tensor([number], dtype=torch.int32), torch.zeros(1), 0))
 
 
@@ -40,6 +40,5 @@ def round_randomly(state: torch.Tensor, random: torch.Tensor, index: int) -> tor
     bits = state.view(torch.int32)
     rounded = bits + ((random >> 16 * index) & 0xFFFF)
     # The lower bits of a NaN go, which may be all that tells it from infinity.
-    kept = torch.where(state.isnan(), bits | 0x400000, bits)
-    rounded = torch.where((bits & _EXPONENT) == _EXPONENT, kept, rounded)
+    rounded = torch.where((bits & _EXPONENT) == _EXPONENT, bits | (state.isnan() * 0x400000), rounded)
     return (rounded >> 16).to(torch.int16).view(torch.bfloat16)

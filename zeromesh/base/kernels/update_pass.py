@@ -175,7 +175,7 @@ def _update_by_torch(piece: UpdatePiece, factor: float) -> None:
 
 
 def _salt(step: UpdateStep) -> int:
-    """What the random bits have of the step's number, which is not known of rules that do not count."""
+    """Return the random bits' share of the step's number, which is not known of rules that do not count."""
     return rounding.salt_of(step.number if RULES[step.rule].counted else 0)
 
 
