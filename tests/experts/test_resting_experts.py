@@ -234,6 +234,7 @@ def listed() -> nn.Module:
         (listed, "AdamW", {"experts": {"rest": "cpu"}}, "no module of Mixture has experts"),
         (build_mixture, "Lamb", {"experts": {"rest": "cpu"}}, "optimizers that have one are adam, adamw, sgd"),
         (build_mixture, "AdamW", {"experts": {"rest": "nvme"}}, "name a folder with experts.nvme_path"),
+        (build_mixture, "AdamW", {"experts": {"rest": "cpu"}, "compile": {"enabled": True}}, "are not compiled"),
         (build_mixture, "AdamW", {"experts": {"rest": "cpu"}, "mesh": {"tensor": 2}}, "leave mesh.expert, mesh.tensor"),
         (build_mixture, "AdamW", {"experts": {"rest": "cpu"}, "mesh": {"expert": 2}}, "leave mesh.expert, mesh.tensor"),
     ],

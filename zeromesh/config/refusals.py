@@ -194,6 +194,10 @@ REFUSALS: list[Refusal[Any]] = [
         "mesh.expert, mesh.tensor, mesh.pipeline and mesh.context at 1, or experts.rest out",
     ),
     (
+        lambda s: s.experts.rest != "none" and s.compile.enabled,
+        "experts.rest is {s.experts.rest}, and experts that rest are not compiled; leave compile.enabled out",
+    ),
+    (
         lambda s: s.checkpoint.peer_copies and s.key_on_disk,
         "checkpoint.peer_copies copies the state to memory, but {s.key_on_disk} is nvme, for states that do "
         "not fit there; set checkpoint.peer_copies to 0, or the device to cpu",

@@ -56,7 +56,7 @@ class RestingExperts:
 
     @property
     def layout(self) -> TableLayout:
-        """What predictions of memory compute with."""
+        """Return what predictions of memory compute with."""
         return TableLayout(self.tier, self.states, 0, self.slots if self.tier is Tier.NVME else None, Tier.HOST)
 
 
