@@ -16,7 +16,7 @@ from zeromesh.parallel.context.spread_batch import IGNORE_LABEL
 from zeromesh.parallel.context.spread_model import apply
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-from causal_models import throughout  # noqa: E402
+from causal_models import throughout
 
 WINDOW = {"sliding_window": 4}
 SOME = {**USUAL, **SPECIAL}
@@ -97,7 +97,7 @@ def compare(name: str, ranks: int, givens: tuple[str, ...], strategies: tuple[st
                 torch.testing.assert_close(mean, want, rtol=1e-9, atol=1e-9, msg=f"{name}, {strategy}, {given}: {key}")
 
 
-@pytest.mark.some(2)
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", [name for name, (kind, _) in MODELS.items() if kind.endswith("ForCausalLM")])
 def test_a_decoder_with_any_mask_trains_as_in_one_process(name: str, ranks: int) -> None:
@@ -111,8 +111,9 @@ def test_losses_of_a_tokens_own_labels_are_those_of_one_process(name: str, ranks
     compare(name, ranks, ("whole", "left", "right"))
 
 
-def test_bidirectional_attention_trains_as_in_one_process() -> None:
-    compare("bert", 2, ("whole", "left"), ("auto",))
+@pytest.mark.parametrize(("name", "given"), [("mistral", "packed"), ("bert", "left")])
+def test_masks_are_those_of_one_process(name: str, given: str) -> None:
+    compare(name, 2, (given,), ("auto",))
 
 
 def model_of(kind: str, **options: Any) -> Any:

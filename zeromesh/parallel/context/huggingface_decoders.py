@@ -126,7 +126,7 @@ def _require_kinds(model: Any, exact: bool) -> None:
         if kind not in known:
             what = f"layer {number} of {type(model).__name__}"
             raise refuse(what, f"it is of the kind {kind}, not {' or '.join(known)}")
-    for path, module in model.named_modules():
+    for path, _ in model.named_modules():
         if exact and path.rpartition(".")[2] == "pooler":
             reason = "it reads the first token, which one rank has"
             raise refuse(path, reason, "build the model with add_pooling_layer=False, or set mesh.context to 1")
@@ -262,7 +262,7 @@ class _Parts:
         causal: bool,
         extras: dict[str, Any],
     ) -> Tensor:
-        """Compute attention with all tokens of some heads, and any mask of ``mask``; (batch, sequence, heads, width)."""
+        """Compute attention with all tokens of some heads, by any mask; (batch, sequence, heads, width)."""
         rows, length = self._whole.shape
         reason = ""
         if extras["dropout"] > 0:
