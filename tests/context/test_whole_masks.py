@@ -101,7 +101,8 @@ def compare(name: str, ranks: int, givens: tuple[str, ...], strategies: tuple[st
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", [name for name, (kind, _) in MODELS.items() if kind.endswith("ForCausalLM")])
 def test_a_decoder_with_any_mask_trains_as_in_one_process(name: str, ranks: int) -> None:
-    compare(name, ranks, ("whole", "left", "right", "packed"))
+    # gpt-oss gives no positions to its masks: in one process its documents see each other.
+    compare(name, ranks, ("whole", "left", "right") if name == "gpt_oss" else ("whole", "left", "right", "packed"))
 
 
 @pytest.mark.full
