@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zeromesh.comm.collectives import Group
 from zeromesh.parallel.context import spread_batch as batch
-from zeromesh.parallel.context.spread_attention import attend
+from zeromesh.parallel.context.spread_attention import Attention, attend, by_heads
 
 
 class Unsupported(ValueError):
@@ -27,7 +27,7 @@ def refuse(what: str, reason: str, remedy: str = "set mesh.context to 1") -> Uns
 
 
 class SpreadSequences:
-    """Context parallelism of one model, by one of ``STRATEGIES``; messages take three tags from ``tag`` on.
+    """Context parallelism of one model, by one of ``STRATEGIES`` or ``AUTO``; messages take three tags from ``tag`` on.
 
     Attributes:
         active: True if the model's sequences are spread at present.
@@ -40,8 +40,14 @@ class SpreadSequences:
         self._attentions = self.losses = 0
         # A compiler cannot follow messages between ranks, and would compile anew for each number of calls.
         self._uncompiled = torch.compiler.disable(self._attend)
+        self._uncompiled_by_heads = torch.compiler.disable(self._attend_by_heads)
         purposes = f"{strategy} attention", "gradients of keys and values", "the mean loss"
         group.purposes.update(zip(range(tag, tag + 3), purposes, strict=True))
+
+    @property
+    def exact(self) -> bool:
+        """True if attention that is not plainly causal can have all tokens of some heads."""
+        return self.strategy != "ring"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SpreadSequences:
         """Return the same object: a copy of a model is spread over the same ranks."""
@@ -81,6 +87,17 @@ class SpreadSequences:
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         self._attentions += 1
         return attend(self.strategy, q, k, v, self.group, self.tag, scale)
+
+    def attend_by_heads(self, run: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Compute attention by ``run``, which gets all tokens of this rank's heads."""
+        if not self._sends:  # of the same shape, and as apart
+            return self.attend(q, k, v, None)
+        out: Tensor = self._uncompiled_by_heads(run, q, k, v)
+        return out
+
+    def _attend_by_heads(self, run: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self._attentions += 1
+        return by_heads(run, q, k, v, self.group, self.tag)
 
     def mean_loss(self, loss: Tensor, labels: Tensor) -> Tensor:
         """See ``spread_batch.mean_loss``."""

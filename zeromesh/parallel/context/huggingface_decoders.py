@@ -1,9 +1,10 @@
-"""Context parallelism of causal decoders of transformers."""
+"""Context parallelism of decoders and encoders of transformers."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 
 from zeromesh.parallel.context import spread_batch as batch
 from zeromesh.parallel.context.applied import SpreadSequences, named_arguments, parameters_of, refuse, replace_forward
-from zeromesh.parallel.context.spread_attention import require_heads
+from zeromesh.parallel.context.spread_attention import AUTO, require_heads
 from zeromesh.parallel.context.torch_attention import check_of, followed, require_no_mixing, require_plain
+from zeromesh.parallel.context.whole_masks import Whole, of_heads
 from zeromesh.parallel.follow.token_check import Following, TokenCheck
 
 _numbers = itertools.count()
@@ -23,6 +25,9 @@ _KNOWN = ("torch", "transformers", "peft", "bitsandbytes", "zeromesh")  # packag
 
 # Rotary positions whose frequencies depend on the longest position that a rank has.
 _FROM_LONGEST = ("dynamic", "longrope")
+
+# Ends of names of classes whose labels are those of the tokens themselves, and their loss the mean over those.
+_UNSHIFTED = ("ForMaskedLM", "ForTokenClassification")
 
 # Arguments of attention that it may have beside the usual ones, and what they mean.
 _EXTRAS = {
@@ -42,14 +47,15 @@ def install(model: Any, applied: SpreadSequences, unchecked: Sequence[str] = ())
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    require(model)
+    require(model, applied.exact)
+    own = model.config._attn_implementation
     heads = getattr(model.config, "num_attention_heads", None)
     if applied.strategy == "ulysses" and heads is not None:
         require_heads(heads, applied.group.size)
     # Models call attention, and make masks, through tables by the name in their configuration: each gets a name of its
     # own.
     name = f"zeromesh_context_{next(_numbers)}"
-    parts = _Parts(model, applied, ALL_ATTENTION_FUNCTIONS["sdpa"], ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    parts = _Parts(model, applied, ALL_ATTENTION_FUNCTIONS.get(own), ALL_MASK_ATTENTION_FUNCTIONS[own])
     AttentionInterface.register(name, parts.attention)
     AttentionMaskInterface.register(name, parts.mask)
     # The tables live as long as the process, and would keep a function for every model that ever was.
@@ -57,32 +63,35 @@ def install(model: Any, applied: SpreadSequences, unchecked: Sequence[str] = ())
         weakref.finalize(model, table._global_mapping.pop, name, None)
     model.set_attn_implementation(name)
     if "labels" in parameters_of(type(model)):
-        model.loss_function = partial(_loss, model.loss_function, applied)
+        model.loss_function = partial(_loss, model.loss_function, applied, _shifts(model))
     if any(type(module).__module__.partition(".")[0] not in _KNOWN for module in model.modules()):
         parts.check = check_of(model, applied, unchecked, trusted="transformers")
         parts.check.install(model)
     replace_forward(model, parts.run)
 
 
-def require(model: Any) -> None:
-    """Raise Unsupported if a model is not a causal decoder whose attention can be replaced."""
+def require(model: Any, exact: bool) -> None:
+    """Raise Unsupported if a model's attention cannot be replaced, or is not plainly causal and not to be ``exact``."""
     config, name = model.config, type(model).__name__
     parameters = parameters_of(type(model))
     for applies, reason in (
-        (config.is_encoder_decoder, "it is an encoder with a decoder, and only causal decoders can be spread"),
+        (config.is_encoder_decoder, "it is an encoder with a decoder, and only models with one sequence can be spread"),
         (model._is_stateful, "its state-space or recurrent layers read a sequence from its begin"),
         (getattr(config, "alibi", False), "it adds biases to its attention's scores (ALiBi)"),
     ):
         if applies:
             raise refuse(name, reason)
-    _require_modules(model)
+    _require_kinds(model, exact)
+    if not exact:
+        _require_causal(model)
     if not model._supports_attention_backend:
         reason = "it computes attention itself (with ALiBi, say) and not by transformers' table of attention functions"
         raise refuse(name, reason)
-    if config._attn_implementation != "sdpa":
+    if config._attn_implementation not in ("sdpa", "eager")[: 1 + exact]:
         raise refuse(
             name,
-            f"its attention is {config._attn_implementation!r}, and only 'sdpa' is replaced",
+            f"its attention is {config._attn_implementation!r}, and only 'sdpa' is replaced, "
+            "and with the strategies ulysses and auto 'eager'",
             "build it with attn_implementation='sdpa', where it has that, or set mesh.context to 1",
         )
     for option in ("attention_dropout", "attn_pdrop", "layerdrop"):
@@ -95,18 +104,38 @@ def require(model: Any) -> None:
             raise refuse(name, f"{reason}that a rank has", "take another rope_type, or set mesh.context to 1")
     if "position_ids" not in parameters:
         raise refuse(name, "its forward takes no position_ids")
-    if "labels" in parameters and "shift_labels" not in inspect.signature(model.loss_function).parameters:
+    if (
+        "labels" in parameters
+        and _shifts(model)
+        and "shift_labels" not in inspect.signature(model.loss_function).parameters
+    ):
         loss = getattr(model.loss_function, "__name__", type(model.loss_function).__name__)
         raise refuse(name, f"its loss, {loss}, takes no shift_labels, so it is not the one of next tokens")
 
 
-def _require_modules(model: Any) -> None:
-    config = model.config
+def _shifts(model: Any) -> bool:
+    """Return False if a model's labels are those of the tokens themselves, and True if of the next ones."""
+    return not type(model).__name__.endswith(_UNSHIFTED)
+
+
+def _require_kinds(model: Any, exact: bool) -> None:
+    """Raise Unsupported if layers mix tokens otherwise than by an attention that can be replaced."""
     require_no_mixing(model)
-    kinds = getattr(config, "layer_types", None) or []
-    for number, kind in enumerate(kinds):
-        if kind != "full_attention":
-            raise refuse(f"layer {number} of {type(model).__name__}", f"it is of the kind {kind}, not full_attention")
+    known = ("full_attention", "sliding_attention", "chunked_attention")[: 3 if exact else 1]
+    for number, kind in enumerate(getattr(model.config, "layer_types", None) or []):
+        if kind not in known:
+            what = f"layer {number} of {type(model).__name__}"
+            raise refuse(what, f"it is of the kind {kind}, not {' or '.join(known)}")
+    for path, _ in model.named_modules():
+        if exact and path.rpartition(".")[2] == "pooler":
+            reason = "it reads the first token, which one rank has"
+            raise refuse(path, reason, "build the model with add_pooling_layer=False, or set mesh.context to 1")
+
+
+def _require_causal(model: Any) -> None:
+    """Raise Unsupported if a model's attention is more than causal."""
+    config = model.config
+    kinds = getattr(config, "layer_types", None)
     if not getattr(config, "is_causal", True):
         raise refuse(type(model).__name__, "its attention is not causal")
     window_of_all = None if kinds else getattr(config, "sliding_window", None)
@@ -149,7 +178,8 @@ class _Parts:
     """Replacements of a model's forward, attention and mask functions."""
 
     def __init__(self, model: nn.Module, applied: SpreadSequences, attention: Any, mask: Any) -> None:
-        self._kind, self._applied, self._sdpa, self._sdpa_mask = type(model), applied, attention, mask
+        self._kind, self._applied, self._own, self._own_mask = type(model), applied, attention, mask
+        self._whole = Whole((0, 0))
         self._model = weakref.ref(model)  # the tables that hold this must not keep the model
         self.check: TokenCheck | None = None
 
@@ -163,7 +193,10 @@ class _Parts:
         if named.get("num_items_in_batch") is not None:
             reason = "num_items_in_batch counts labels, and the ranks count theirs themselves"
             raise refuse(name, reason, "leave it out")
-        part = batch.split(named, applied.group, counted=_counted_positions(self._model(), named))
+        counted, shifts = _counted_positions(self._model(), named), _shifts(self._model())
+        if applied.exact:
+            self._whole = _whole(self._model(), named, counted)
+        part = batch.split(named, applied.group, shift=shifts, counted=counted, whole=applied.exact)
         if "use_cache" in parameters_of(self._kind):
             # A cache would have this rank's tokens only.
             part["use_cache"] = False
@@ -175,6 +208,8 @@ class _Parts:
                 output = followed(name, self.check, part, applied, partial(forward, **part))
         applied.require_attention(name)
         # A loss that was computed otherwise would be the mean over this rank's tokens only.
+        if "labels" in part and not applied.losses and not shifts and hasattr(output, "loss"):
+            output.loss = applied.mean_loss(output.loss, part["labels"])
         if "labels" in part and not applied.losses:
             raise refuse(name, "it computes its loss without its loss_function")
         return output
@@ -193,7 +228,8 @@ class _Parts:
     ) -> tuple[Tensor, None]:
         """Attention function in the signature of transformers."""
         if not self._applied.active:
-            output: tuple[Tensor, None] = self._sdpa(
+            own = sys.modules[type(module).__module__].eager_attention_forward if self._own is None else self._own
+            output: tuple[Tensor, None] = own(
                 module,
                 query,
                 key,
@@ -206,6 +242,9 @@ class _Parts:
             )
             return output
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if self._applied.exact:
+            extras |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
+            return self._exact(module, query, key, value, attention_mask, causal, extras), None
         if attention_mask is not None or not causal or dropout > 0 or query.shape[2] != key.shape[2]:
             require_plain(self._name(module), query, key, attention_mask, dropout, causal)
         for extra, meaning in _EXTRAS.items():
@@ -213,16 +252,48 @@ class _Parts:
                 raise refuse(self._name(module), meaning.format(value=setting))
         return self._applied.attend(query, key, value, scaling).transpose(1, 2).contiguous(), None
 
+    def _exact(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        extras: dict[str, Any],
+    ) -> Tensor:
+        """Compute attention with all tokens of some heads, by any mask; (batch, sequence, heads, width)."""
+        rows, length = self._whole.shape
+        reason = ""
+        if extras["dropout"] > 0:
+            reason = f"its attention has dropout {extras['dropout']:g}, which ranks would have to draw alike"
+        elif extras.get("position_bias") is not None:
+            reason = _EXTRAS["position_bias"]
+        elif query.shape[2] != key.shape[2]:
+            reason = f"it has {query.shape[2]} queries and {key.shape[2]} keys, which should be of one sequence"
+        elif mask is not None and (mask.shape[0], *mask.shape[-2:]) != (rows, length, length):
+            reason = f"it has a mask of its own, of shape {tuple(mask.shape)}"
+        if reason:
+            raise refuse(self._name(module), reason)
+        applied, special = self._applied, [extras.get(name) for name in ("softcap", "s_aux")]
+        # Where no mask is made, what is left of a window sees the whole sequence.
+        if mask is None and causal and applied.strategy == AUTO and special == [None, None] and self._own is not None:
+            return applied.attend(query, key, value, extras["scaling"]).transpose(1, 2).contiguous()
+        run = of_heads(module, self._own, applied.group.rank, query.shape[1], mask, extras)
+        return applied.attend_by_heads(run, query, key, value).transpose(1, 2).contiguous()
+
     def _name(self, module: nn.Module) -> str:
         model = self._model()
         paths = [] if model is None else [path for path, submodule in model.named_modules() if submodule is module]
         return f"{paths[0] if paths else 'a module'} ({type(module).__name__})"
 
     def mask(self, *args: Any, **kwargs: Any) -> Any:
-        """Return no mask, in the signature of transformers: attention is causal, and positions have no jumps."""
+        """Return the mask of whole sequences, in the signature of transformers; None where attention is causal."""
         if not self._applied.active:
-            return self._sdpa_mask(*args, **kwargs)
+            return self._own_mask(*args, **kwargs)
         name = self._kind.__name__
+        if self._applied.exact:
+            return self._whole.make(self._own_mask, name, kwargs)
         if kwargs.get("local_size") is not None:
             raise refuse(name, f"its attention sees a window or a chunk of {kwargs['local_size']} tokens")
         if kwargs.get("allow_is_bidirectional_skip") or kwargs.get("use_vmap"):
@@ -230,8 +301,39 @@ class _Parts:
         return None
 
 
-def _loss(loss: Any, applied: SpreadSequences, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _whole(model: Any, named: Mapping[str, Any], counted: Tensor | None) -> Whole:
+    """Return what attention must know of a batch. Raise ValueError for a mask that is not known to be made exactly."""
+    first = next((named[name] for name in batch.TOKENS if named.get(name) is not None), None)
+    shape = (0, 0) if first is None else tuple(first.shape[:2])
+    mask, positions = named.get("attention_mask"), named.get("position_ids")
+    if mask is not None:
+        if mask.shape != shape:
+            raise ValueError(
+                f"attention_mask has shape {tuple(mask.shape)}, but it must have that of the tokens, {shape}: context "
+                "parallelism makes masks of pairs itself; give one of tokens, or set mesh.context to 1"
+            )
+        mask = mask.bool()
+        if positions is None and counted is None and bool((mask[:, 1:] > mask[:, :-1]).any()):
+            for module in model.modules():
+                if isinstance(module, nn.Embedding) and "attention_mask" in parameters_of(type(module)):
+                    raise ValueError(
+                        f"{type(module).__name__} counts positions by attention_mask, which hides tokens that come "
+                        "before others: pad at the end, give position_ids, or set mesh.context to 1"
+                    )
+        mask = None if bool(mask.all()) else mask
+    labels = next((named[name] for name in batch.LABELS if named.get(name) is not None), None)
+    counts = mask is not None and labels is not None and bool((labels.ne(batch.IGNORE_LABEL) & ~mask).any())
+    ends = mask is not None and not counts and not bool((mask[:, 1:] > mask[:, :-1]).any())
+    # As transformers does: given a mask, even of ones, positions do not separate documents.
+    packed = positions if named.get("attention_mask") is None and positions is not None else None
+    return Whole(shape, mask, packed, ends)
+
+
+def _loss(
+    loss: Any, applied: SpreadSequences, shifts: bool, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any
+) -> Any:
     """Compute a model's loss of labels that are shifted already, of this rank's part of the sequence."""
     if not applied.active:
         return loss(logits, labels, *args, **kwargs)
-    return applied.mean_loss(loss(logits, labels, *args, shift_labels=labels, **kwargs), labels)
+    shifted = {"shift_labels": labels} if shifts else {}
+    return applied.mean_loss(loss(logits, labels, *args, **shifted, **kwargs), labels)

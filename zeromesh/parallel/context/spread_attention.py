@@ -1,9 +1,9 @@
-"""Causal attention of a sequence that is spread over ranks, in the order of ``sequence_order.py``."""
+"""Attention of a sequence that is spread over ranks, in the order of ``sequence_order.py``."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,25 +19,39 @@ from zeromesh.parallel.context.sequence_order import gathered_order
 # ulysses: (q + k + v + result) (c-1)/c, and the same in the backward; repeated key heads count as often as they are.
 # ring: (k + v) (c-1), and in the backward the same, with (c-1) times their gradients in at least fp32.
 STRATEGIES = ("ring", "ulysses")
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+AUTO = "auto"  # ring for plain causal attention, ulysses for all other
 
 
 def attend(
     strategy: str, q: Tensor, k: Tensor, v: Tensor, group: Group, tag: int, scale: float | None = None
 ) -> Tensor:
     """Compute attention by the strategy of a name, ``ring`` or ``ulysses``."""
-    return (ring if strategy == "ring" else ulysses)(q, k, v, group, tag, scale)
+    return (ulysses if strategy == "ulysses" else ring)(q, k, v, group, tag, scale)
 
 
 def ulysses(q: Tensor, k: Tensor, v: Tensor, group: Group, tag: int, scale: float | None = None) -> Tensor:
-    """Compute causal attention with the heads spread over the ranks (Jacobs et al., "DeepSpeed Ulysses", 2023).
+    """Compute causal attention with the heads spread over the ranks; arguments are those of ``by_heads``.
+
+    ``scale`` is the scale of the scores; None: the root of the width, inverted.
+    """
+
+    def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=k.shape[1] != q.shape[1])
+
+    return by_heads(causal, q, k, v, group, tag)
+
+
+def by_heads(run: Attention, q: Tensor, k: Tensor, v: Tensor, group: Group, tag: int) -> Tensor:
+    """Compute attention with the heads spread over the ranks (Jacobs et al., "DeepSpeed Ulysses", 2023).
 
     Args:
+        run: attention of some heads to all tokens, of (batch, heads, sequence, width) in the order of the sequence.
         q: this rank's part of the queries, (batch, heads, sequence, width).
         k: the same of the keys, whose heads may be fewer; each serves several of the queries' in their order.
         v: values, with as many heads as the keys.
         group: the ranks along the context axis, which divide the heads.
         tag: distinguishes operators that are under way at the same time.
-        scale: scale of the scores; None: the root of the width, inverted.
     """
     q, k, v = _in_one_dtype(q, k, v)
     ranks, heads = group.size, q.shape[1]
@@ -49,7 +63,7 @@ def ulysses(q: Tensor, k: Tensor, v: Tensor, group: Group, tag: int, scale: floa
         if times > 1:
             k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
         q, k, v = _to_heads([q, k, v], group, tag)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=k.shape[1] != q.shape[1])
+    out = run(q, k, v)
     return out if ranks == 1 else _to_sequence(out, group, tag)
 
 

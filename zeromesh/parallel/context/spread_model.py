@@ -11,7 +11,7 @@ from zeromesh.comm.collectives import Group
 from zeromesh.parallel.context import huggingface_decoders as huggingface
 from zeromesh.parallel.context import torch_attention as plain
 from zeromesh.parallel.context.applied import SpreadSequences
-from zeromesh.parallel.context.spread_attention import STRATEGIES
+from zeromesh.parallel.context.spread_attention import AUTO, STRATEGIES
 
 TAG = 8  # first of three on the context axis that nothing else uses
 
@@ -31,8 +31,8 @@ def apply(
     transformers is checked, but for modules whose names fit a pattern in ``unchecked``: they compute each token by
     itself.
     """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"the strategy is {strategy!r}, but it must be one of {', '.join(STRATEGIES)}")
+    if strategy not in (*STRATEGIES, AUTO):
+        raise ValueError(f"the strategy is {strategy!r}, but it must be one of {', '.join((*STRATEGIES, AUTO))}")
     applied = SpreadSequences(strategy, group, tag)
     if group.size == 1:
         return applied
