@@ -48,14 +48,16 @@ def install(model: Any, applied: SpreadSequences, unchecked: Sequence[str] = ())
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     require(model, applied.exact)
-    own = model.config._attn_implementation
+    implementation = model.config._attn_implementation
     heads = getattr(model.config, "num_attention_heads", None)
     if applied.strategy == "ulysses" and heads is not None:
         require_heads(heads, applied.group.size)
     # Models call attention, and make masks, through tables by the name in their configuration: each gets a name of its
     # own.
     name = f"zeromesh_context_{next(_numbers)}"
-    parts = _Parts(model, applied, ALL_ATTENTION_FUNCTIONS.get(own), ALL_MASK_ATTENTION_FUNCTIONS[own])
+    parts = _Parts(
+        model, applied, ALL_ATTENTION_FUNCTIONS.get(implementation), ALL_MASK_ATTENTION_FUNCTIONS[implementation]
+    )
     AttentionInterface.register(name, parts.attention)
     AttentionMaskInterface.register(name, parts.mask)
     # The tables live as long as the process, and would keep a function for every model that ever was.
@@ -121,11 +123,11 @@ def _shifts(model: Any) -> bool:
 def _require_kinds(model: Any, exact: bool) -> None:
     """Raise Unsupported if layers mix tokens otherwise than by an attention that can be replaced."""
     require_no_mixing(model)
-    known = ("full_attention", "sliding_attention", "chunked_attention")[: 3 if exact else 1]
+    replaced = ("full_attention", "sliding_attention", "chunked_attention")[: 3 if exact else 1]
     for number, kind in enumerate(getattr(model.config, "layer_types", None) or []):
-        if kind not in known:
+        if kind not in replaced:
             what = f"layer {number} of {type(model).__name__}"
-            raise refuse(what, f"it is of the kind {kind}, not {' or '.join(known)}")
+            raise refuse(what, f"it is of the kind {kind}, not {' or '.join(replaced)}")
     for path, _ in model.named_modules():
         if exact and path.rpartition(".")[2] == "pooler":
             reason = "it reads the first token, which one rank has"
@@ -196,7 +198,7 @@ class _Parts:
         counted, shifts = _counted_positions(self._model(), named), _shifts(self._model())
         if applied.exact:
             self._whole = _whole(self._model(), named, counted)
-        part = batch.split(named, applied.group, shift=shifts, counted=counted, whole=applied.exact)
+        part = batch.split(named, applied.group, shift=shifts, counted=counted, masked=applied.exact)
         if "use_cache" in parameters_of(self._kind):
             # A cache would have this rank's tokens only.
             part["use_cache"] = False
@@ -228,8 +230,8 @@ class _Parts:
     ) -> tuple[Tensor, None]:
         """Attention function in the signature of transformers."""
         if not self._applied.active:
-            own = sys.modules[type(module).__module__].eager_attention_forward if self._own is None else self._own
-            output: tuple[Tensor, None] = own(
+            attention = sys.modules[type(module).__module__].eager_attention_forward if self._own is None else self._own
+            output: tuple[Tensor, None] = attention(
                 module,
                 query,
                 key,

@@ -26,14 +26,14 @@ def split(
     positions: str = "position_ids",
     shift: bool = True,
     counted: Tensor | None = None,
-    whole: bool = False,
+    masked: bool = False,
 ) -> dict[str, Any]:
     """Return this rank's part of a batch that all ranks of the context axis have, with positions.
 
     If ``shift``, a token's label is the token itself, as transformers' models take it; else it is the next. Where the
     batch has no positions, they are those ``counted`` by the model, or else from 0 on. Raise ValueError for a sequence
-    that cannot be cut, or for something in the batch that is not known to be cut; and, unless attention has the
-    ``whole`` mask and positions, for those that causal attention does not have.
+    that cannot be cut, or for something in the batch that is not known to be cut; and, unless attention is
+    ``masked`` by those of whole sequences, for a mask or positions that causal attention does not have.
     """
     parts = {name: value for name, value in batch.items() if value is not None}
     first = next((parts[name] for name in TOKENS if name in parts), None)
@@ -48,7 +48,7 @@ def split(
         labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE_LABEL)
     # A mask of ones, or of padding that comes last and has no labels, is left out: under causal attention no other
     # token sees it.
-    if (mask := parts.pop("attention_mask", None)) is not None and not whole:
+    if (mask := parts.pop("attention_mask", None)) is not None and not masked:
         _require_causal_mask(mask, labels, (size, length))
     documents = parts.pop("documents", None)
     if documents is not None and bool((documents != documents[:, :1]).any()):
@@ -57,7 +57,7 @@ def split(
             "give one document per row, let documents see each other, or set mesh.context to 1"
         )
     where = next((parts.pop(name) for name in POSITIONS if name in parts), None)
-    if where is not None and (where.ndim != 2 or (not whole and bool((where.diff() != 1).any()))):
+    if where is not None and (where.ndim != 2 or (not masked and bool((where.diff() != 1).any()))):
         raise ValueError(
             f"positions of shape {tuple(where.shape)} do not count up by one along dim 1; where they start anew, "
             "they stand for packed documents, which context-parallel attention cannot hide from each other: leave "

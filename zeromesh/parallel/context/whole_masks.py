@@ -24,7 +24,7 @@ _OF_INDICES = (
 
 @dataclass(frozen=True)
 class Whole:
-    """What attention must know of whole sequences.
+    """Describe whole sequences to attention.
 
     Attributes:
         shape: (batch, sequence).
@@ -74,7 +74,7 @@ class Whole:
             inner = parts["mask_functions"]
             if _kind(inner[0]) == "packed_sequence_mask_function":  # a part's two chunks look like two documents
                 return self._rebuilt(inspect.getclosurevars(inner[1]).nonlocals["mask_function"], name)
-            combined: Callable[..., Any] = getattr(masking_utils, kind)(*(self._rebuilt(one, name) for one in inner))
+            combined: Callable[..., Any] = getattr(masking_utils, kind)(*(self._rebuilt(part, name) for part in inner))
             return combined
         if kind == "chunked_overlay":
             padding = torch.zeros_like(parts["left_padding"])
@@ -94,7 +94,7 @@ def _kind(function: Callable[..., Any]) -> str:
 def _has(function: Callable[..., Any], kind: str) -> bool:
     if _kind(function) == kind:
         return True
-    return any(_has(one, kind) for one in inspect.getclosurevars(function).nonlocals.get("mask_functions", ()))
+    return any(_has(part, kind) for part in inspect.getclosurevars(function).nonlocals.get("mask_functions", ()))
 
 
 def of_heads(
@@ -112,8 +112,8 @@ def of_heads(
             name: some.part(value) if name == "s_aux" and isinstance(value, Tensor) else value
             for name, value in settings.items()
         }
-        own = sys.modules[type(module).__module__].eager_attention_forward if function is None else function
-        out: Tensor = own(some, query, key, value, mask, **extras)[0]
+        attention = sys.modules[type(module).__module__].eager_attention_forward if function is None else function
+        out: Tensor = attention(some, query, key, value, mask, **extras)[0]
         return out.transpose(1, 2)
 
     return run
@@ -129,5 +129,5 @@ class _SomeHeads:
         return of_all if of_all.numel() != self._heads else of_all.flatten()[self._present]
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._module, name)
-        return self.part(found) if name == "sinks" and isinstance(found, Tensor) else found
+        attribute = getattr(self._module, name)
+        return self.part(attribute) if name == "sinks" and isinstance(attribute, Tensor) else attribute
