@@ -351,7 +351,7 @@ REFUSED = {
     "they stand for packed documents": {"position_ids": torch.arange(8).repeat(2, 2)},
     "do not count up": {"position_ids": torch.zeros(3, 2, 16)},
     "several documents that must not see each other": {"documents": torch.arange(16).expand(2, 16) // 8},
-    r"tensor token_type_ids of shape \(2, 16\)": {"token_type_ids": IDS},
+    r"tensor weights_of_tokens of shape \(2, 16\)": {"weights_of_tokens": IDS},
     "should have 16 tokens": {"labels": IDS[:, :12]},
 }
 

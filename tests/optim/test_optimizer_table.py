@@ -114,7 +114,7 @@ def misspell() -> None:
 
 
 def test_everything_reads_the_row() -> None:
-    assert with_the_row(facts) == [True, 4, True, "tilt"]
+    assert with_the_row(facts) == [True, {"signs": 4.0}, True, "tilt"]
     with pytest.raises(ValueError, match=r"optimizer.type.*adam, adamw, lamb, lion, adagrad, sgd, muon,"):
         start(0, False)
     with pytest.raises(ValueError, match=r"optimizer.params.rate is not a parameter of tilt; known are lr, tilt"):

@@ -195,7 +195,7 @@ SETTERS: dict[str, Callable[[Plain], object]] = {
     "own elements of a state": lambda program: program.set_local_state(half),
     "own elements of a gradient": lambda program: program.set_local_gradient(half),
     "a gathered parameter": lambda program: program.set_gathered(half),
-    "a learning rate": set_option("lr", 0.5),
+    "a learning rate": set_option("lr", 0.05),
     "weight decay": set_option("weight_decay", 0.5),
     "the number of steps": lambda program: [program.optimizer.state[piece]["step"].add_(5) for piece in program.pieces],
 }

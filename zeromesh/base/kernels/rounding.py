@@ -8,6 +8,8 @@ has to be saved. ``random_bits`` and ``to_bfloat_randomly`` in lanes.h compute t
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - 2**32  # of Wellons, "Prospecting for Hash Functions" (2018)
@@ -18,6 +20,7 @@ NARROW = torch.bfloat16  # what a state may rest in besides fp32
 STATES = 2
 
 
+@functools.lru_cache(maxsize=256)
 def salt_of(number: int) -> int:
     """Return what sets the random bits of a step apart from those of the others: a hash of its number, as an int32."""
     return int(random_bits(torch.tensor([number], dtype=torch.int32), torch.zeros(1), 0))
