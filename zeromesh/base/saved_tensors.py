@@ -1,4 +1,4 @@
-"""What becomes of the tensors that checkpointed blocks leave for their backward."""
+"""Plan of what becomes of the tensors that checkpointed blocks leave for their backward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class Saved(Enum):
-    """What becomes of one result."""
+    """Fate of one result."""
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
@@ -17,7 +17,7 @@ class Saved(Enum):
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """What becomes of what one checkpointed block leaves for its backward."""
+    """Plan of what one checkpointed block leaves for its backward."""
 
     inputs: Saved = Saved.KEEP  # KEEP or MOVE
     # By operator, as "aten::mm", and the number of its calls in the block's forward before; others are recomputed.

@@ -62,8 +62,8 @@ class BlockCost:
         """Return the bytes that stay on the device between its forward and its backward."""
         if plan.keeps_all:
             return self.everything
-        kept = sum(x.size for x in self.candidates if plan.results.get(x.key) is Saved.KEEP)
-        return kept + (0.0 if plan.inputs is Saved.MOVE else self.inputs)
+        kept_bytes = sum(x.size for x in self.candidates if plan.results.get(x.key) is Saved.KEEP)
+        return kept_bytes + (0.0 if plan.inputs is Saved.MOVE else self.inputs)
 
     def at_work(self, plan: BlockPlan) -> float:
         """Return the most bytes in its backward, when all that it needs is there again."""
@@ -72,8 +72,8 @@ class BlockCost:
 
     def again(self, plan: BlockPlan) -> float:
         """Return the seconds of its recomputation."""
-        kept = sum(x.seconds for x in self.candidates if x.key in plan.results)
-        return 0.0 if plan.keeps_all else self.forward - kept
+        seconds_kept = sum(x.seconds for x in self.candidates if x.key in plan.results)
+        return 0.0 if plan.keeps_all else self.forward - seconds_kept
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,11 @@ class SavedCosts:
 
     def peak(self, plan: SavedPlan) -> float:
         """Return the most bytes of activations and gradients of activations at one time."""
-        held, highest = self.before, 0.0
+        held_bytes, highest = self.before, 0.0
         for block, choice in zip(self.blocks, plan.blocks, strict=True):
-            highest = max(highest, held + block.at_work(choice))
-            held += block.held(choice)
-        return max(highest, held + self.after)
+            highest = max(highest, held_bytes + block.at_work(choice))
+            held_bytes += block.held(choice)
+        return max(highest, held_bytes + self.after)
 
     def seconds(self, plan: SavedPlan) -> float:
         """Return the seconds that the plan computes again."""
@@ -165,7 +165,7 @@ def choose(costs: SavedCosts, budget: float) -> SavedPlan:
             best, fastest = plan, seconds
     if best is None:
         raise ValueError(
-            f"activation_checkpointing.budget_gb = {budget / 1e9:.6g} is {bytes_text(budget)}, and no plan needs less "
+            f"budget of {budget / 1e9:.6g} GB for activations: no plan needs less "
             f"than {bytes_text(least)} of activations; give at least {least / 1e9 * 1.000001:.6g}, or a smaller "
             "micro-batch"
         )
@@ -185,7 +185,7 @@ def _plans(costs: SavedCosts, budget: float) -> list[SavedPlan]:
             spare = budget - costs.peak(bare)
             if spare <= 0 or not checkpointed:
                 continue
-            known: dict[tuple[float, float, tuple[Candidate, ...]], BlockPlan] = {}
+            plan_of_kind: dict[tuple[float, float, tuple[Candidate, ...]], BlockPlan] = {}
             # Blocks whose own backward is the peak have their kept results in it anyway: all that the later moments
             # leave is shared evenly; and less of it where that proves too much.
             ends = costs.before + sum(b.held(p) for b, p in zip(costs.blocks, bare.blocks, strict=True)) + costs.after
@@ -194,11 +194,11 @@ def _plans(costs: SavedCosts, budget: float) -> list[SavedPlan]:
                 for block in costs.blocks[:checkpointed]:
                     moved = block.inputs if inputs is Saved.MOVE else 0.0
                     key = (room, moved, block.candidates)
-                    if key not in known:
+                    if key not in plan_of_kind:
                         bytes_beside = max(0.0, costs.link * block.forward - moved)
                         packed = pack(block.candidates, room, bytes_beside)
-                        known[key] = BlockPlan(inputs, packed.choices)
-                    chosen.append(known[key])
+                        plan_of_kind[key] = BlockPlan(inputs, packed.choices)
+                    chosen.append(plan_of_kind[key])
                 plans.append(SavedPlan((*chosen, *tails)))
     return plans
 
@@ -229,8 +229,8 @@ def pack(candidates: Sequence[Candidate], room: float, beside: float, branches: 
         item = items[place]
         stack.append((place + 1, left, link, saved, chosen))
         if item.size <= left:
-            kept = (*chosen, (item.key, Saved.KEEP))
-            stack.append((place + 1, left - item.size, link, saved + item.seconds, kept))
+            with_kept = (*chosen, (item.key, Saved.KEEP))
+            stack.append((place + 1, left - item.size, link, saved + item.seconds, with_kept))
         if item.size <= link:
             moved = (*chosen, (item.key, Saved.MOVE))
             stack.append((place + 1, left, link - item.size, saved + item.seconds, moved))

@@ -125,7 +125,7 @@ class TracedCall(NamedTuple):
     slot: int
     operator: str  # as "aten::mm"
     number: int  # of calls of this operator in the slot before
-    made: tuple[TracedStorage, ...]
+    results: tuple[TracedStorage, ...]
     kernels: tuple[KernelWork, ...]
     random: bool  # it draws random numbers
 
@@ -305,11 +305,11 @@ class StorageRecorder(OperatorListener):
         phase = "forward" if not backward else "weight" if in_weighted and not weights else "input"
         kernels = list(self._kernels(func, facts, args, kwargs, result, operands, results, cut, phase))
         self.works += [TracedWork(self.slot, its_phase, kernel) for kernel, its_phase in kernels]
-        made = tuple(x for x in result_storages if id(x) not in operand_ids and not (x.known or x.weight))
-        if made and not backward:
+        new_storages = tuple(x for x in result_storages if id(x) not in operand_ids and not (x.known or x.weight))
+        if new_storages and not backward:
             random = torch.Tag.nondeterministic_seeded in func.tags
             works = tuple(kernel for kernel, _ in kernels)
-            self.calls.append(TracedCall(self.slot, operator, number, made, works, random))
+            self.calls.append(TracedCall(self.slot, operator, number, new_storages, works, random))
 
     def _enter_node(self) -> bool:
         """Attribute a backward's operator to the slot of the forward; return whether the forward had a parameter."""

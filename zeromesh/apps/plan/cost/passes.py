@@ -374,12 +374,12 @@ class _Trace:
             index = self.places[call.slot]
             if not units[index].block:
                 continue
-            changed = any(id(stored) in self.recorder.written | boundary for stored in call.made)
+            changed = any(id(stored) in self.recorder.written | boundary for stored in call.results)
             # A generator that is not called would give the operators behind it other numbers.
             keepable = not changed and not (call.random and index in drawn)
             drawn |= {index} if call.random else set()
-            size = sum(stored.size for stored in call.made)
-            of_saved = sum(stored.size for stored in call.made if id(stored) in saved)
+            size = sum(stored.size for stored in call.results)
+            of_saved = sum(stored.size for stored in call.results if id(stored) in saved)
             entry = OperatorCall(call.operator, call.number, size, call.kernels, of_saved, keepable)
             units[index].calls.insert(0, entry)
 
