@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -118,6 +119,17 @@ class TracedWork:
     kernel: KernelWork
 
 
+class TracedCall(NamedTuple):
+    """One operator of the forward that makes storages."""
+
+    slot: int
+    operator: str  # as "aten::mm"
+    number: int  # of calls of this operator in the slot before
+    results: tuple[TracedStorage, ...]
+    kernels: tuple[KernelWork, ...]
+    random: bool  # it draws random numbers
+
+
 class _Facts(NamedTuple):
     """Properties of an operator that do not depend on its arguments."""
 
@@ -179,6 +191,9 @@ class StorageRecorder(OperatorListener):
         self._slots: list[int] = [0]
         self._with_weight: set[int] = set()  # sequence numbers of nodes whose operation has a parameter
         self.products: list[TracedProduct] = []  # of the forward
+        self.calls: list[TracedCall] = []  # of the forward
+        self.written: set[int] = set()  # by ``id``, storages that an operator changed in place
+        self._called: Counter[tuple[int, str]] = Counter()
         for tensor in (*parameters, *buffers):
             storage = tensor.untyped_storage()
             self._live[storage._cdata] = (TracedStorage(storage.nbytes(), -1, known=True), None)
@@ -277,14 +292,24 @@ class StorageRecorder(OperatorListener):
             half = 0.5 if cut.gathered and cut.outputs else 1.0
             size = sum(tensor.nbytes for tensor in results[:1])
             self.sums[self.slot] = self.sums.get(self.slot, 0.0) + half * size
+        operator = func._schema.name
+        number = self._called[self.slot, operator]
+        if not backward:
+            self._called[self.slot, operator] += 1
+        self.written |= operand_ids if writes else set()
         name = func._overloadpacket.__name__
         if name in _EMPTY or (not writes and all(id(stored) in operand_ids for stored in result_storages)):
             return
         if backward and torch.is_grad_enabled():  # a recomputation of the model's own
             return
         phase = "forward" if not backward else "weight" if in_weighted and not weights else "input"
-        for kernel, its_phase in self._kernels(func, facts, args, kwargs, result, operands, results, cut, phase):
-            self.works.append(TracedWork(self.slot, its_phase, kernel))
+        kernels = list(self._kernels(func, facts, args, kwargs, result, operands, results, cut, phase))
+        self.works += [TracedWork(self.slot, its_phase, kernel) for kernel, its_phase in kernels]
+        new_storages = tuple(x for x in result_storages if id(x) not in operand_ids and not (x.known or x.weight))
+        if new_storages and not backward:
+            random = torch.Tag.nondeterministic_seeded in func.tags
+            works = tuple(kernel for kernel, _ in kernels)
+            self.calls.append(TracedCall(self.slot, operator, number, new_storages, works, random))
 
     def _enter_node(self) -> bool:
         """Attribute a backward's operator to the slot of the forward; return whether the forward had a parameter."""

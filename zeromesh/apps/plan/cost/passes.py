@@ -51,6 +51,17 @@ class TraceOptions:
     tables: tuple[str, ...] | None = None  # patterns of names of tables; None: embeddings with sparse=True
 
 
+class OperatorCall(NamedTuple):
+    """One operator in a block's forward, whose results may be kept for the backward."""
+
+    operator: str  # as "aten::mm"
+    number: int  # of its calls in the block before
+    size: int  # bytes of its results
+    kernels: tuple[KernelWork, ...]
+    saved: int  # of those bytes, what autograd keeps without checkpointing
+    keepable: bool = True  # false: it must run again, so that what follows computes the same
+
+
 @dataclass
 class TracedUnit:
     """One unit's amounts, before batches are combined."""
@@ -70,6 +81,7 @@ class TracedUnit:
     gradients: list[Divided] = field(default_factory=list)  # of parameters, at the moments of ``backward``
     begun: int | None = None  # number of those moments before the first gradient was accumulated
     tensors: int = 0  # parameters with gradients that are not the root's
+    calls: list[OperatorCall] = field(default_factory=list)  # of a block, whose results may be kept
     tables: list[TableCost] = field(default_factory=list)
     expert_elements: float = 0.0  # of those with gradients
     expert_frozen: Frozen = ALL_TRAINED  # of those without
@@ -352,6 +364,24 @@ class _Trace:
                 product for product in products.get(index, []) if traced_unit.block and id(product.stored) not in seen
             ]
             traced_unit.saved[Recompute.PRODUCTS] = _sum([*new_inputs, *kept_products])
+        boundary = seen | {id(stored) for storages in entered.values() for stored in storages}
+        self._add_calls(units, boundary, {id(stored) for stored in saved})
+
+    def _add_calls(self, units: Sequence[TracedUnit], boundary: set[int], saved: set[int]) -> None:
+        """Note the operators of blocks; what blocks hand on (``boundary``) is kept as another's input."""
+        drawn: set[int] = set()  # units with a random operator behind the one that is looked at
+        for call in reversed(self.recorder.calls):
+            index = self.places[call.slot]
+            if not units[index].block:
+                continue
+            changed = any(id(stored) in self.recorder.written | boundary for stored in call.results)
+            # A generator that is not called would give the operators behind it other numbers.
+            keepable = not changed and not (call.random and index in drawn)
+            drawn |= {index} if call.random else set()
+            size = sum(stored.size for stored in call.results)
+            of_saved = sum(stored.size for stored in call.results if id(stored) in saved)
+            entry = OperatorCall(call.operator, call.number, size, call.kernels, of_saved, keepable)
+            units[index].calls.insert(0, entry)
 
     def _add_peaks(self, units: Sequence[TracedUnit], saved: Sequence[TracedStorage], forwards: int) -> None:
         base, total = [], NONE

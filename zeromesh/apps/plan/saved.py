@@ -1,0 +1,270 @@
+"""Plan for what blocks leave for their backward: each operator's result is kept, computed again or moved to the host.
+
+A recomputation runs every operator of a block whose result is not there, so the seconds of operators add up, and the
+choice is a knapsack: seconds saved, bytes on the device, and bytes that the link moves beside the computation.
+
+Sources: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022; Dantzig,
+"Discrete-Variable Extremum Problems", 1957 (the bound of the relaxation).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+from torch import nn
+
+from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
+from zeromesh.apps.plan.cost.cost import Recompute
+from zeromesh.apps.plan.cost.cuts import cuts_of
+from zeromesh.apps.plan.cost.passes import Inputs, Loss, TracedUnit, TraceOptions, trace
+from zeromesh.apps.plan.machine.cluster import Machine
+from zeromesh.apps.plan.machine.collective_times import wire
+from zeromesh.apps.plan.machine.rates import Habits, KernelSpeed
+from zeromesh.base.saved_tensors import BlockPlan, Saved, SavedPlan
+from zeromesh.base.words import bytes_text
+
+MOST_BRANCHES = 20_000
+"""Branches after which a search ends with the best choice so far; the bound says how far it may be from the best."""
+
+
+class Candidate(NamedTuple):
+    """An operator whose result may be kept or moved."""
+
+    key: tuple[str, int]
+    size: int  # bytes
+    seconds: float  # to compute it again
+
+
+class Knapsack(NamedTuple):
+    """Choice for one block."""
+
+    choices: Mapping[tuple[str, int], Saved]
+    saved: float  # seconds that are not computed again
+    bound: float  # seconds that no choice exceeds
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """Bytes and seconds of one block."""
+
+    name: str
+    inputs: float  # bytes that the block keeps to be computed again
+    everything: float  # bytes that it keeps without a checkpoint
+    forward: float  # seconds
+    transient: float  # bytes beyond, at most, in its passes
+    candidates: tuple[Candidate, ...]
+    unsaved: Mapping[tuple[str, int], int]  # bytes of results that autograd does not keep itself
+
+    def held(self, plan: BlockPlan) -> float:
+        """Return the bytes that stay on the device between its forward and its backward."""
+        if plan.keeps_all:
+            return self.everything
+        kept_bytes = sum(x.size for x in self.candidates if plan.results.get(x.key) is Saved.KEEP)
+        return kept_bytes + (0.0 if plan.inputs is Saved.MOVE else self.inputs)
+
+    def at_work(self, plan: BlockPlan) -> float:
+        """Return the most bytes in its backward, when all that it needs is there again."""
+        extra = sum(size for key, size in self.unsaved.items() if key in plan.results)
+        return max(self.everything, self.inputs) + self.transient + (0 if plan.keeps_all else extra)
+
+    def again(self, plan: BlockPlan) -> float:
+        """Return the seconds of its recomputation."""
+        seconds_kept = sum(x.seconds for x in self.candidates if x.key in plan.results)
+        return 0.0 if plan.keeps_all else self.forward - seconds_kept
+
+
+@dataclass(frozen=True)
+class SavedCosts:
+    """Blocks of a model, and what lies around them, in bytes; ``link`` is bytes per second to the host, 0 without."""
+
+    blocks: tuple[BlockCost, ...]
+    before: float
+    after: float  # with what its passes need at their peak
+    link: float = 0.0
+
+    def peak(self, plan: SavedPlan) -> float:
+        """Return the most bytes of activations and gradients of activations at one time."""
+        held_bytes, highest = self.before, 0.0
+        for block, choice in zip(self.blocks, plan.blocks, strict=True):
+            highest = max(highest, held_bytes + block.at_work(choice))
+            held_bytes += block.held(choice)
+        return max(highest, held_bytes + self.after)
+
+    def seconds(self, plan: SavedPlan) -> float:
+        """Return the seconds that the plan computes again."""
+        return sum(block.again(choice) for block, choice in zip(self.blocks, plan.blocks, strict=True))
+
+
+def saved_costs(
+    model: nn.Module, inputs: Inputs, machine: Machine, options: TraceOptions | None = None, loss: Loss | None = None
+) -> SavedCosts:
+    """Return what the blocks of a model cost, for the inputs of one micro-batch; raise TraceError as ``trace``."""
+    units = trace(model, inputs, options or TraceOptions(), loss, cuts_of(model)).units
+    node = machine.nodes[0][0]
+    speed = KernelSpeed(node.device, ParallelLayout(), Habits())
+    blocks = [_block(speed, unit) for unit in units if unit.block]
+    places = [place for place, unit in enumerate(units) if unit.block]
+    first, last = (places[0], places[-1]) if places else (0, 0)
+    around = [unit.saved[Recompute.NONE].on() for unit in units]
+    rest = units[last + 1 :]
+    beyond = max((x.on() for unit in rest for x in (*unit.forward, *unit.backward)), default=0.0)
+    between = sum(around[place] for place in range(first, last) if not units[place].block)
+    link = 0.0 if node.device.processor else wire(node.host, 1).bandwidth
+    return SavedCosts(tuple(blocks), sum(around[:first]) + between, sum(around[last + 1 :]) + beyond, link)
+
+
+def _block(speed: KernelSpeed, unit: TracedUnit) -> BlockCost:
+    seconds = [speed.total(call.kernels) for call in unit.calls]
+    candidates = tuple(
+        Candidate((call.operator, call.number), call.size, each)
+        for call, each in zip(unit.calls, seconds, strict=True)
+        if call.keepable and call.size and each > 0
+    )
+    unsaved = {(call.operator, call.number): call.size - call.saved for call in unit.calls if call.size > call.saved}
+    beyond = max((moment.on() for moment in (*unit.forward, *unit.backward)), default=0.0)
+    saved = unit.saved
+    sizes = saved[Recompute.BLOCKS].on(), saved[Recompute.NONE].on()
+    return BlockCost(unit.name, *sizes, speed.total(unit.works["forward"]), max(0.0, beyond), candidates, unsaved)
+
+
+def plan_saved(
+    model: nn.Module,
+    inputs: Inputs,
+    budget: float,
+    machine: Machine,
+    options: TraceOptions | None = None,
+    loss: Loss | None = None,
+) -> SavedPlan:
+    """Return the fastest plan whose activations need at most ``budget`` bytes.
+
+    Args:
+        model: its blocks are the units of its stacks; it stays as it is.
+        inputs: keyword arguments of the forward for one micro-batch; only shapes and dtypes matter.
+        budget: bytes of all activations and their gradients at the peak, on one device.
+        machine: gives the speed of kernels and of the link to the host.
+        options: dtypes and kernels.
+        loss: computes the loss from the output, if the output has none.
+
+    Raises:
+        ValueError: no plan needs so little; the text has the smallest budget that works.
+        TraceError: the model does not run without values.
+    """
+    return choose(saved_costs(model, inputs, machine, options, loss), budget)
+
+
+def choose(costs: SavedCosts, budget: float) -> SavedPlan:
+    """Return the fastest plan under a budget in bytes; raise ValueError as ``plan_saved``."""
+    best, least, fastest = None, inf, inf
+    for plan in _plans(costs, budget):
+        peak, seconds = costs.peak(plan), costs.seconds(plan)
+        least = min(least, peak)
+        if peak <= budget and seconds < fastest:
+            best, fastest = plan, seconds
+    if best is None:
+        raise ValueError(
+            f"budget of {budget / 1e9:.6g} GB for activations: no plan needs less "
+            f"than {bytes_text(least)} of activations; give at least {least / 1e9 * 1.000001:.6g}, or a smaller "
+            "micro-batch"
+        )
+    return best
+
+
+def _plans(costs: SavedCosts, budget: float) -> list[SavedPlan]:
+    """Return plans of which one is the fastest: the last blocks keep all, the others share one choice by their kind."""
+    total, plans = len(costs.blocks), []
+    for keeping in range(total + 1):
+        # The last blocks keep all: their bytes are free again when earlier blocks are computed again.
+        checkpointed = total - keeping
+        tails = (BlockPlan(keeps_all=True),) * keeping
+        for inputs in (Saved.KEEP, Saved.MOVE) if costs.link else (Saved.KEEP,):
+            bare = SavedPlan((BlockPlan(inputs),) * checkpointed + tails)
+            plans.append(bare)
+            spare = budget - costs.peak(bare)
+            if spare <= 0 or not checkpointed:
+                continue
+            plan_of_kind: dict[tuple[float, float, tuple[Candidate, ...]], BlockPlan] = {}
+            # Blocks whose own backward is the peak have their kept results in it anyway: all that the later moments
+            # leave is shared evenly; and less of it where that proves too much.
+            ends = costs.before + sum(b.held(p) for b, p in zip(costs.blocks, bare.blocks, strict=True)) + costs.after
+            for room in {spare / checkpointed, max(0.0, budget - ends) / checkpointed}:
+                chosen = []
+                for block in costs.blocks[:checkpointed]:
+                    moved = block.inputs if inputs is Saved.MOVE else 0.0
+                    key = (room, moved, block.candidates)
+                    if key not in plan_of_kind:
+                        bytes_beside = max(0.0, costs.link * block.forward - moved)
+                        packed = pack(block.candidates, room, bytes_beside)
+                        plan_of_kind[key] = BlockPlan(inputs, packed.choices)
+                    chosen.append(plan_of_kind[key])
+                plans.append(SavedPlan((*chosen, *tails)))
+    return plans
+
+
+def pack(candidates: Sequence[Candidate], room: float, beside: float, branches: int = MOST_BRANCHES) -> Knapsack:
+    """Choose what one block keeps and moves so that it computes the fewest seconds again.
+
+    Args:
+        candidates: its operators.
+        room: bytes that it may keep on the device.
+        beside: bytes that the link moves while the block computes.
+        branches: of the search; where they suffice, the choice is the best one.
+    """
+    items = sorted(candidates, key=lambda x: (-x.seconds / x.size, x.key))
+    best: tuple[float, tuple[tuple[tuple[str, int], Saved], ...]] = (0.0, ())
+    bound = _relaxed(items, room + beside)
+    # Depth first, the most seconds per byte first, so that the first leaf is the greedy choice.
+    stack: list[tuple[int, float, float, float, tuple[tuple[tuple[str, int], Saved], ...]]] = []
+    stack.append((0, room, beside, 0.0, ()))
+    while stack and branches > 0:
+        branches -= 1
+        place, left, link, saved, chosen = stack.pop()
+        if saved > best[0]:
+            best = saved, chosen
+        # A relative margin: equal choices in another order are not looked at.
+        if place == len(items) or saved + _relaxed(items[place:], left + link) <= best[0] * (1 + 1e-9):
+            continue
+        item = items[place]
+        stack.append((place + 1, left, link, saved, chosen))
+        if item.size <= left:
+            with_kept = (*chosen, (item.key, Saved.KEEP))
+            stack.append((place + 1, left - item.size, link, saved + item.seconds, with_kept))
+        if item.size <= link:
+            moved = (*chosen, (item.key, Saved.MOVE))
+            stack.append((place + 1, left, link - item.size, saved + item.seconds, moved))
+    return Knapsack(dict(best[1]), best[0], bound if stack else best[0])
+
+
+def _relaxed(items: Sequence[Candidate], room: float) -> float:
+    """Return the seconds of items, in their order, that fit ``room`` bytes, and of a part of the next one."""
+    total = 0.0
+    for item in items:
+        if item.size > room:
+            return total + item.seconds * room / item.size
+        room -= item.size
+        total += item.seconds
+    return total
+
+
+def explained_plan(costs: SavedCosts, plan: SavedPlan) -> list[str]:
+    """Return lines that list the choices of a plan: operator, bytes, seconds, choice, and why."""
+    lines, before = [f"activations at the peak: {bytes_text(costs.peak(plan))}"], None
+    lines.append(f"computed again: {costs.seconds(plan) * 1e3:.3g} ms of each micro-batch")
+    for block, choice in zip(costs.blocks, plan.blocks, strict=True):
+        described = (choice, block.candidates)
+        if described == before:
+            lines.append(f"{block.name}: as the one before")
+            continue
+        before = described
+        if choice.keeps_all:
+            lines.append(f"{block.name}: keeps all, {bytes_text(block.everything)}: free before earlier blocks run")
+            continue
+        lines.append(f"{block.name}: inputs {bytes_text(block.inputs)}, {choice.inputs.value}")
+        for item in sorted(block.candidates, key=lambda x: -x.seconds / x.size):
+            chosen = choice.results.get(item.key, Saved.RECOMPUTE)
+            amounts = f"{bytes_text(item.size):>9} {item.seconds * 1e6:9.1f} us"
+            rate = f"{item.seconds / item.size * 1e12:.3g} s per TB"
+            lines.append(f"  {item.key[0]} {item.key[1]:<3} {amounts}  {chosen.value}: {rate}")
+    return lines
