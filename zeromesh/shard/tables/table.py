@@ -62,7 +62,7 @@ class RowGradient:
         self._first, self._rows = table.first, table.rows_here
         self._sent = sent  # dtype in which gradients travel
         self._reopened = False
-        self.merges = False  # gradients of lookups are summed as they come
+        self._merges = table.merges
         self.state = GradientState.LOCAL
         self.used = [False]  # a gradient has come since the last update
         self._arrived: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -74,7 +74,7 @@ class RowGradient:
         assert self.state is GradientState.LOCAL, self
         self.used = [True]
         self._arrived.append((ids.to(gradient.device), gradient))
-        if self.merges and len(self._arrived) > 1:
+        if self._merges and len(self._arrived) > 1:
             self._arrived = [add_up([row_ids for row_ids, _ in self._arrived], [part for _, part in self._arrived])]
 
     def local(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,6 +145,7 @@ class Table:
     """One table: its rows here, their gradients and their updates."""
 
     remedy = "set sparse=False"  # where somebody wants the weight whole
+    merges = False  # gradients of lookups are summed as they come
 
     def __init__(
         self,
@@ -272,7 +273,8 @@ class Table:
         Returns:
             Shape (k, width), in the wire dtype; a leaf whose gradient is taken as the gradient of these rows.
         """
-        rows = vector_of(ids.numel() * self.width, self.wire, self.group).view(-1, self.width)
+        # Not a view, which would keep the memory of what it is a view of.
+        rows = torch.empty(ids.numel(), self.width, dtype=self.wire, device=self.group.device)
         if torch.is_grad_enabled() and self.flat.parameters[0].requires_grad:
             rows.requires_grad_()
             rows.register_post_accumulate_grad_hook(RowArrival(self._notify, self.gradient, ids))
