@@ -30,6 +30,8 @@ from torch import nn
 
 import zeromesh
 
+CASES = ("resting", "memory", "zero3")
+TIMED = 6  # steps
 STATES = 12  # bytes of a weight and its two moments in fp32
 
 
@@ -138,7 +140,7 @@ def digest(engine: Any) -> str:
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Train, and return seconds of each step, the most private bytes and a hash of the weights."""
+    """Train, and return seconds of each step, those of processors, the most private bytes and a hash of the weights."""
     if run.limit is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (run.limit, resource.RLIM_INFINITY))
     disk = {"device": "nvme", "nvme_path": run.folder}
@@ -153,17 +155,18 @@ def train(run: Run) -> dict[str, Any]:
     with zeromesh.zero.Init():
         model = Mixture(run.sizes)
     engine: Any = zeromesh.initialize(model=model, config=config)[0]
-    seconds, most = [], private_bytes()
+    seconds, processor, most = [], [], private_bytes()
     for step in range(run.sizes.steps):
-        started = time.perf_counter()
+        started, worked = time.perf_counter(), time.process_time()
         engine.backward(engine(*batch(run.sizes, step, run.share)))
         most = max(most, private_bytes())
         engine.step()
         seconds.append(time.perf_counter() - started)
+        processor.append(time.process_time() - worked)
         most = max(most, private_bytes())
     hashed = digest(engine)
     engine.destroy()
-    return {"seconds": seconds, "bytes": most, "digest": hashed}
+    return {"seconds": seconds, "processor": processor, "bytes": most, "digest": hashed}
 
 
 def measured(run: Run) -> dict[str, Any]:
@@ -171,7 +174,8 @@ def measured(run: Run) -> dict[str, Any]:
     command = [sys.executable, __file__, "--run", json.dumps(asdict(run))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or ["killed"])[-1]}
+        errors = [line for line in done.stderr.splitlines() if "Error: " in line]
+        return {"error": errors[-1] if errors else f"ended with {done.returncode}"}
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
@@ -204,18 +208,20 @@ def main() -> None:
             print(f"states of experts: {sizes.states / 1e6:.0f} MB; the process may use {sizes.states / 4e6:.0f} MB")
             for name, found in prove(sizes, 0.1, folder).items():
                 print(name, found, flush=True)
-        print("share | " + " | ".join(f"{case} s (least to most)" for case in STEPS))
+        print("share | " + " | ".join(f"{case} s (least to most), of processors" for case in CASES))
         for share in asked.shares:
             cells = []
-            for case, (steps, last) in STEPS.items():
-                found = measured(Run(case, Sizes(4, 64, 256, 256, steps=steps), share, folder))
-                times = found.get("seconds", [])[-last:]
-                cells.append(found.get("error") or f"{median(times):.3f} ({min(times):.3f} to {max(times):.3f})")
+            for case in CASES:
+                # Experts at rest first have to miss as many steps as they will.
+                before = round(2 / share) if case == "resting" else 2
+                found = measured(Run(case, Sizes(4, 64, 256, 256, steps=before + TIMED), share, folder))
+                if "error" in found:
+                    cells.append(found["error"])
+                    continue
+                times, worked = (sorted(found[key][-TIMED:]) for key in ("seconds", "processor"))
+                cells.append(f"{median(times):.3f} ({times[0]:.3f} to {times[-1]:.3f}), {median(worked):.3f}")
             print(f"{share:.0%} | {' | '.join(cells)}", flush=True)
 
-
-# Steps, and how many of the last ones are timed: experts at rest first have to miss as many steps as they will.
-STEPS = {"resting": (30, 8), "memory": (7, 4), "zero3": (7, 4)}
 
 if __name__ == "__main__":
     main()
