@@ -157,9 +157,10 @@ class Table:
         sent: torch.dtype | None,
         attribute: str = "weight",
     ) -> None:
-        weight = getattr(module, attribute)
+        weight = module._parameters[attribute]
         self.name, self.module, self.index, self.full_name = name, module, number, f"{name}.{attribute}"
-        self.count, self.width = len(weight), weight.numel() // len(weight)
+        self.count = self.rows_of(weight)
+        self.width = weight.numel() // self.count
         self.mesh, self.group = mesh, mesh.shard
         self.per_rank = -(-self.count // self.group.size)
         self.wire = dtype  # in which rows travel and are computed with
@@ -175,7 +176,8 @@ class Table:
         along = mesh.group("tensor")  # each of its ranks has a copy of the rows; the first one counts and writes
         held_part = Held(tuple(weight.shape), rank=along.rank, ranks=along.size)
         segment = Segment(self.full_name, weight.shape, 0, weight.numel(), held_part)
-        layout = Layout(weight.dtype, True, (segment,), self.group.size, self.per_rank * self.group.size * self.width)
+        size = self.per_rank * self.group.size * self.width
+        layout = Layout(weight.dtype, weight.requires_grad, (segment,), self.group.size, size)
         self.flat = Flat(layout, [weight], number, row, mesh)
         self.flats = (self.flat,)
         self.sharded = True
@@ -183,11 +185,16 @@ class Table:
         self.first = self.group.rank * self.per_rank
         self.rows_here = max(0, min(self.count, self.first + self.per_rank) - self.first)
         self.gradient = RowGradient(self, sent or dtype)
+        self._caller = module  # whose forward looks rows up
         self._leaves: list[Any] = []
         self._folder: Path | None = None  # of files on NVMe
 
     def __repr__(self) -> str:
         return f"table {self.name!r}"
+
+    def rows_of(self, weight: torch.Tensor) -> int:
+        """Return the number of rows of the whole weight."""
+        return len(weight)
 
     # Placement.
 
@@ -228,7 +235,8 @@ class Table:
         group, per_rank = self.group, self.per_rank
 
         def part(rank: int) -> torch.Tensor:
-            return value[rank * per_rank : (rank + 1) * per_rank].reshape(-1, self.width).to(self.mesh.device)
+            rows = value.reshape(self.count, self.width)
+            return rows[rank * per_rank : (rank + 1) * per_rank].to(self.mesh.device)
 
         if unmade or group.rank == 0:
             plane[: self.rows_here].copy_(part(group.rank))
@@ -247,13 +255,13 @@ class Table:
                 copies.broadcast(values)
                 plane.copy_(values)
 
-    def spread(self, forward: Callable[..., torch.Tensor], arrived: Arrived) -> None:
-        """Replace the module's forward; autograd calls ``arrived`` with the gradients of the rows of its lookups."""
-        self._notify, self.module.forward = arrived, forward
+    def spread(self, caller: Any, forward: Callable[..., torch.Tensor], arrived: Arrived) -> None:
+        """Replace a module's forward; autograd calls ``arrived`` with the gradients of the rows of its lookups."""
+        self._notify, self._caller, caller.forward = arrived, caller, forward
 
     def gather_up(self) -> None:
         """Restore the module's own forward, which then refuses the weight."""
-        vars(self.module).pop("forward", None)
+        vars(self._caller).pop("forward", None)
 
     def settle(self, forget: bool = False) -> None:
         """Let the planes have what is true of all rows; ``forget``: the planes are about to change."""
