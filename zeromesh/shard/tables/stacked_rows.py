@@ -124,8 +124,11 @@ class StackedTable(Table):
 
     def answer(self, asked: torch.Tensor) -> torch.Tensor:
         """Return rows that are here, up to date, by their local numbers: shape (k, width), in the wire dtype."""
-        self._make_up(asked.cpu().unique())
-        return self.rows.read(asked).to(self.wire)
+        host = asked.cpu()
+        rows, inverse = host.unique(return_inverse=True)
+        found = torch.empty(rows.numel(), self.width, dtype=self.wire)
+        self._make_up(rows, found)
+        return (found if torch.equal(rows, host) else found[inverse]).to(self.mesh.device)
 
     def settle(self, forget: bool = False) -> None:
         """Let all rows take the steps that they miss, and the planes have their values."""
@@ -147,9 +150,10 @@ class StackedTable(Table):
         gradients = self.gradient.summed.to("cpu", self.flat.master.dtype)
         place_of = {row: place for place, row in enumerate(self.gradient.ids.tolist())}
 
-        def change(row: int, values: list[torch.Tensor]) -> None:
+        def change(row: int, values: list[torch.Tensor]) -> bool:
             self._take(values, [*self._steps_of(row), step], gradients[place_of[row]])
             self._missed[row] = -1
+            return True
 
         self.rows.in_place(self.gradient.ids, change)
         self._steps.append(step)
@@ -157,17 +161,23 @@ class StackedTable(Table):
         state["step"] = state["step"] + 1
         self._forget_steps()
 
-    def _make_up(self, rows: torch.Tensor) -> None:
-        """Let some rows, int64 on the host, take the steps that they miss."""
-        behind = rows[self._missed[rows] > 0]
-        if not behind.numel():
+    def _make_up(self, rows: torch.Tensor, found: torch.Tensor | None = None) -> None:
+        """Let some rows, int64 on the host, take the steps that they miss, and copy their weights to ``found``."""
+        wanted = rows if found is not None else rows[self._missed[rows] > 0]
+        if not wanted.numel():
             return
+        places = iter(found if found is not None else ())
 
-        def change(row: int, values: list[torch.Tensor]) -> None:
-            self._take(values, self._steps_of(row), None)
-            self._missed[row] = 0
+        def change(row: int, values: list[torch.Tensor]) -> bool:
+            behind = bool(self._missed[row] > 0)
+            if behind:
+                self._take(values, self._steps_of(row), None)
+                self._missed[row] = 0
+            if found is not None:
+                next(places).copy_(values[0])
+            return behind
 
-        self.rows.in_place(behind, change)
+        self.rows.in_place(wanted, change)
         self._forget_steps()
 
     def _steps_of(self, row: int) -> list[UpdateStep]:
@@ -280,7 +290,7 @@ def _call(
             f"{stack.path} was called with expert {wrong}; it has {stack.count}, whose numbers are 0 to "
             f"{stack.count - 1}. Experts without weights cannot rest: leave experts.rest out"
         )
-    call = TableCall(ids, _same, _same, failure)
+    call = TableCall(ids, _apart, _apart, failure)
     values: list[tuple[StackedWeight, torch.Tensor]] = []
     for weight, table in zip(stack.weights, tables, strict=True):
         rows, (length, *shape) = lookups.look_up(table, call, at_once=True), table.flat.layout.segments[0].shape
@@ -294,8 +304,33 @@ def _call(
         return own_forward(*bound.args, **bound.kwargs)
 
 
-def _same(rows: torch.Tensor) -> torch.Tensor:
-    return rows
+class _Rows(torch.autograd.Function):
+    """A leaf without memory of its own, and the values of rows -> these values, whose gradient is the leaf's."""
+
+    @staticmethod
+    def forward(leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0].contiguous(), None
+
+
+def _apart(rows: torch.Tensor) -> torch.Tensor:
+    """Return the values of rows, a leaf that stays as long as its graph: they go when nothing saves them any more.
+
+    So a block that is computed again in the backward keeps none of them until then.
+    """
+    if not rows.requires_grad:
+        return rows
+    values = rows.data
+    rows.data = values.new_empty(1).expand(values.shape)
+    result: torch.Tensor = _Rows.apply(rows, values)  # type: ignore[no-untyped-call]
+    return result
 
 
 @contextmanager

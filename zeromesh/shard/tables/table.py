@@ -138,7 +138,7 @@ class RowGradient:
     def reset(self, keeps_memory: bool = True) -> None:
         """Forget the gradient."""
         self._arrived, self.state, self.used, self._reopened = [], GradientState.LOCAL, [False], False
-        self.ids, self.summed = self.ids[:0], self.summed[:0]
+        self.ids, self.summed = self.ids.new_empty(0), self.summed.new_empty(0, self._width)  # not views, which keep it
 
 
 class Table:
