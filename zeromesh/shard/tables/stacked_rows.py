@@ -238,7 +238,7 @@ def require_room(resting: RestingExperts, tables: Sequence[StackedTable], mixed:
     if resting.folder is None:
         return
     resting.folder.mkdir(parents=True, exist_ok=True)
-    free, needed, states = shutil.disk_usage(resting.folder).free, 0, 0
+    free, needed, states = shutil.disk_usage(resting.folder).free, 0.0, 0.0
     for table in tables:
         numbers = 1 + resting.layout(table.flat.layout.trainable).states
         needed += table.per_rank * table.width * table.flat.master_dtype(mixed).itemsize * numbers
@@ -246,7 +246,7 @@ def require_room(resting: RestingExperts, tables: Sequence[StackedTable], mixed:
     if needed > free:
         raise ValueError(
             f"experts.nvme_path {str(resting.folder)!r} has {free:,} bytes free, and the experts of this rank need "
-            f"{needed:,} for weights and {states} states; name a folder on a larger disk, or use more ranks"
+            f"{needed:,.0f} for weights and {states:g} states; name a folder on a larger disk, or use more ranks"
         )
 
 

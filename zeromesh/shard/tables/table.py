@@ -62,7 +62,7 @@ class RowGradient:
         self._first, self._rows = table.first, table.rows_here
         self._sent = sent  # dtype in which gradients travel
         self._reopened = False
-        self.merges = False  # gradients of lookups are summed as they come
+        self.merges = False  # gradients of lookups go to the host, and are summed there, as they come
         self.state = GradientState.LOCAL
         self.used = [False]  # a gradient has come since the last update
         self._arrived: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -73,18 +73,19 @@ class RowGradient:
         """Take the gradient of rows ``ids``, ascending and without duplicates, from one lookup."""
         assert self.state is GradientState.LOCAL, self
         self.used = [True]
+        gradient = gradient.cpu() if self.merges else gradient
         self._arrived.append((ids.to(gradient.device), gradient))
         if self.merges and len(self._arrived) > 1:
             self._arrived = [add_up([row_ids for row_ids, _ in self._arrived], [part for _, part in self._arrived])]
 
     def local(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ascending row numbers and the sums of their gradients on this rank."""
-        device = self._mesh.device
+        """Return ascending row numbers and the sums of their gradients on this rank, where messages are sent from."""
+        device = torch.device("cpu") if self.merges and self._mesh.shard.size == 1 else self._mesh.device
         if len(self._arrived) == 1:
-            ids, gradient = self._arrived[0]
+            ids, gradient = (part.to(device) for part in self._arrived[0])
         else:
             none = torch.empty(0, dtype=torch.int64, device=device), vector_of(0, self._wire, self._mesh.shard)
-            every = self._arrived or [(none[0], none[1].view(0, self._width))]
+            every = self._arrived or [(none[0], none[1].view(0, self._width).to(device))]
             ids, gradient = add_up([row_ids for row_ids, _ in every], [part for _, part in every])
         self._arrived = []
         # A sum that was made before is not rounded again; all ranks know of it.
@@ -92,7 +93,8 @@ class RowGradient:
 
     def take_sum(self, parts: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         """Add up the gradients that all ranks have sent for the rows here, in the order of ranks."""
-        self.ids, self.summed = add_up(parts, gradients)
+        ids, summed = add_up(parts, gradients)
+        self.ids, self.summed = (ids.cpu(), summed.cpu()) if self.merges else (ids, summed)
         self.state = GradientState.SUMMED
 
     def values(self) -> torch.Tensor:
@@ -257,7 +259,8 @@ class Table:
 
     def spread(self, caller: Any, forward: Callable[..., torch.Tensor], arrived: Arrived) -> None:
         """Replace a module's forward; autograd calls ``arrived`` with the gradients of the rows of its lookups."""
-        self._notify, self._caller, caller.forward = arrived, caller, forward
+        self._notify, self._caller = arrived, caller
+        vars(caller)["forward"] = forward
 
     def gather_up(self) -> None:
         """Restore the module's own forward, which then refuses the weight."""

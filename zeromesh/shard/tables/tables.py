@@ -207,8 +207,9 @@ class Tables:
         if group.size == 1:
             return
         for table in tables:
-            gradient = table.gradient
-            gradient.take_sum(from_all(group, COPIES_TAG, gradient.ids), from_all(group, COPIES_TAG, gradient.summed))
+            gradient, device = table.gradient, self._mesh.device
+            ids, summed = gradient.ids.to(device), gradient.summed.to(device)
+            gradient.take_sum(from_all(group, COPIES_TAG, ids), from_all(group, COPIES_TAG, summed))
 
     def scale(self, factor: float) -> None:
         """Multiply the summed gradients."""
