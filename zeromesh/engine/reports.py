@@ -172,7 +172,11 @@ def planned_states(
     of_tables: list[tuple[tuple[str, str], float]] = []
     for table in sharded.tables:
         number = table.flat.master.itemsize
-        placed = table.resting.layout(table.flat.layout.trainable) if isinstance(table, StackedTable) else tables
+        placed = (
+            table.resting.layout(table.flat.layout.trainable, table.flat.master.dtype)
+            if isinstance(table, StackedTable)
+            else tables
+        )
         shape = sizes.TableShape(table.count, table.width)
         of_tables += sizes.table_sizes([shape], placed, sharing.ranks, number, mesh.device.type == "cpu").items()
     for key, size in (*trained.resting.items(), *frozen.resting.items(), *of_tables):

@@ -102,22 +102,26 @@ def _reason(model: nn.Module, item: Experts, uses: Mapping[int, int]) -> str | N
     return objection_to_single(without_adapters(model, item)) or None
 
 
-def resting_settings(stacks: Sequence[StackedRows], settings: Resolved, states: int) -> RestingExperts | None:
-    """Return what places resting experts; None where there are none."""
+def resting_settings(
+    stacks: Sequence[StackedRows], settings: Resolved, optimizer: Optimizer | None, narrow: frozenset[str]
+) -> RestingExperts | None:
+    """Return what places resting experts; None where there are none.
+
+    Args:
+        stacks: experts of each layer.
+        settings: of the run.
+        optimizer: that updates them, or one like it.
+        narrow: names of its states that are bf16.
+
+    Raises:
+        ValueError: the optimizer could not make up for steps that experts miss.
+    """
     if not stacks:
         return None
     chosen = settings.experts
     folder = Path(chosen.nvme_path).absolute() if chosen.rest == "nvme" and chosen.nvme_path is not None else None
-    return RestingExperts(tuple(stacks), TIERS[chosen.rest], folder, chosen.slots, states)
-
-
-def states_of(optimizer: Optimizer | None, stacks: Sequence[StackedRows]) -> int:
-    """Return how many numbers an optimizer keeps of each trained element of resting experts at most.
-
-    Raises:
-        ValueError: it could not make up for steps that experts miss.
-    """
-    if optimizer is None or not any(weight.value.requires_grad for stack in stacks for weight in stack.weights):
-        return 0
-    rules = [(exact_rule(optimizer, group, stacks[0].path), group) for group in optimizer.param_groups]
-    return max(len(RULES[rule].states(group)) for rule, group in rules)
+    names: tuple[str, ...] = ()
+    if optimizer is not None and any(weight.value.requires_grad for stack in stacks for weight in stack.weights):
+        groups = optimizer.param_groups
+        names = max((RULES[exact_rule(optimizer, group, stacks[0].path)].states(group) for group in groups), key=len)
+    return RestingExperts(tuple(stacks), TIERS[chosen.rest], folder, chosen.slots, tuple(names), narrow)

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from zeromesh.base.kernels.update_pass import UpdatePiece, UpdateStep, update
-from zeromesh.base.kernels.update_rules import RULES, Group, rule_of
+from zeromesh.base.kernels.update_rules import RULES, Group, rule_of, state_dtype
 from zeromesh.base.placement import Tier
 from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.sizes import TableLayout
@@ -84,11 +84,13 @@ class RestingExperts:
     tier: Tier
     folder: Path | None  # of files on NVMe
     slots: int  # rows of each parameter that stay in host memory if the tier is NVMe
-    states: int  # numbers that the optimizer keeps of each element that is trained
+    names: tuple[str, ...]  # of the states that the optimizer keeps of each element that is trained
+    narrow: frozenset[str]  # names of those that are bf16 beside an fp32 master
 
-    def layout(self, trained: bool) -> TableLayout:
+    def layout(self, trained: bool, master: torch.dtype) -> TableLayout:
         """Return what predictions of memory of a weight compute with."""
-        states = self.states if trained else 0
+        kinds = [state_dtype(name in self.narrow, master) for name in self.names if trained]
+        states = sum(kind.itemsize for kind in kinds) / master.itemsize
         return TableLayout(self.tier, states, 0, self.slots if self.tier is Tier.NVME else None, Tier.HOST)
 
 
@@ -96,6 +98,7 @@ class StackedTable(Table):
     """A parameter of experts. Rows are updated where they rest, or in a cache in host memory, one after the other."""
 
     remedy = 'set experts.rest to "none"'
+    narrows = True
 
     def __init__(
         self,
@@ -238,15 +241,16 @@ def require_room(resting: RestingExperts, tables: Sequence[StackedTable], mixed:
     if resting.folder is None:
         return
     resting.folder.mkdir(parents=True, exist_ok=True)
-    free, needed, states = shutil.disk_usage(resting.folder).free, 0.0, 0.0
+    free, needed = shutil.disk_usage(resting.folder).free, 0.0
     for table in tables:
-        numbers = 1 + resting.layout(table.flat.layout.trainable).states
-        needed += table.per_rank * table.width * table.flat.master_dtype(mixed).itemsize * numbers
-        states = max(states, numbers - 1)
+        dtype = table.flat.master_dtype(mixed)
+        numbers = 1 + resting.layout(table.flat.layout.trainable, dtype).states
+        needed += table.per_rank * table.width * dtype.itemsize * numbers
     if needed > free:
+        states = f" and the states {', '.join(resting.names)}" if resting.names else ""
         raise ValueError(
             f"experts.nvme_path {str(resting.folder)!r} has {free:,} bytes free, and the experts of this rank need "
-            f"{needed:,.0f} for weights and {states:g} states; name a folder on a larger disk, or use more ranks"
+            f"{needed:,.0f} for weights{states}; name a folder on a larger disk, or use more ranks"
         )
 
 

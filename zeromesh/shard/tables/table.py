@@ -11,6 +11,7 @@ from weakref import WeakMethod, ref
 import torch
 from torch import nn
 
+from zeromesh.base.kernels.update_rules import state_dtype
 from zeromesh.base.placement import Placement, PlacementRow, Tier
 from zeromesh.base.split import Held
 from zeromesh.comm.mesh import Mesh
@@ -147,6 +148,7 @@ class Table:
     """One table: its rows here, their gradients and their updates."""
 
     remedy = "set sparse=False"  # where somebody wants the weight whole
+    narrows = False  # states may be narrower than their master
 
     def __init__(
         self,
@@ -180,7 +182,7 @@ class Table:
         segment = Segment(self.full_name, weight.shape, 0, weight.numel(), held_part)
         size = self.per_rank * self.group.size * self.width
         layout = Layout(weight.dtype, weight.requires_grad, (segment,), self.group.size, size)
-        self.flat = Flat(layout, [weight], number, row, mesh)
+        self.flat = Flat(layout, [weight], number, row, mesh, wide_states=not self.narrows)
         self.flats = (self.flat,)
         self.sharded = True
         # Rows from ``first`` on; the last ranks may have fewer, or none.
@@ -223,6 +225,7 @@ class Table:
             plane[: self.rows_here].view(-1).copy_(value)
         flat.hold_rows(plane.view(-1), self.rows_here * self.width, store)
         self.rows = self._memory(plane, hot)
+        self._narrow = store.states.narrow if self.narrows else frozenset()
         store.write_back(flat, self.settle)
 
     def _memory(self, plane: torch.Tensor, hot: int | None) -> RowMemory:
@@ -351,13 +354,14 @@ class Table:
 
     def _bind(self, states: Sequence[RowState], options: Options, state: dict[str, Any]) -> None:
         """Use the optimizer's states of these rows as planes; make those that are missing."""
-        tier, dtype, planes = self.flat.optimizer_tier, self.flat.master.dtype, self.rows.planes[:1]
+        tier, planes = self.flat.optimizer_tier, self.rows.planes[:1]
         step = state.setdefault("step", torch.tensor(0.0))
         for key in [key for key in state if key not in ("step", *(row_state.key for row_state in states))]:
             del state[key]  # torch's Adagrad makes its own when it is built
         for row_state in states:
             shape = (self.rows_here, 1 if row_state.per_row else self.width)
             present = state.get(row_state.key, torch.empty(0))
+            dtype = state_dtype(row_state.key in self._narrow, self.flat.master.dtype)
             fits = present.numel() == shape[0] * shape[1]
             if int(step) and not fits:
                 raise ValueError(
@@ -365,7 +369,8 @@ class Table:
                     "of tables, or load the checkpoint with load_optimizer_states=False"
                 )
             is_plane = any(fits and present.data_ptr() == plane.data_ptr() for plane in self.rows.planes[1:])
-            if not fits or (not is_plane and tier is Tier.NVME):  # a checkpoint is read into memory
+            # A checkpoint is read into memory.
+            if not fits or present.dtype != dtype or (not is_plane and tier is Tier.NVME):
                 plane = plane_on(tier, shape, dtype, self.mesh.device, self._folder)
                 initial = options.get(row_state.initial, 0.0) if row_state.initial else 0.0
                 if fits:
