@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from compare import assert_close, assert_same
 from harness import run_ranks
@@ -18,6 +19,7 @@ from run import adamw, configuration, optimizer_of, start_engine
 from zeromesh import zero
 from zeromesh.engine.reports import planned_states
 from zeromesh.shard import sizes
+from zeromesh.shard.tables.row_memory import RowMemory
 
 STEPS, EXPERTS, LENGTH = 6, 16, 3
 RATES = [1e-2 / (1 + step) for step in range(STEPS)]  # a row that is left alone has to know the rates of its time
@@ -214,6 +216,54 @@ def test_only_chosen_experts_are_fetched(tmp_path: Path) -> None:
     assert asked == rows
     assert len(rows[0]) < EXPERTS
     engine.destroy()
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_recomputed_block_keeps_no_rows_until_the_backward(recomputes: bool, tmp_path: Path) -> None:
+    """What holds memory: rows of all blocks, or none; then gradients, and none of those after the update."""
+    engine = engine_of(Case(recomputes=recomputes, rest="nvme"), str(tmp_path))
+    tables, rows = list(engine.sharded.tables), []
+
+    def watch(table: Any, own: Any) -> Any:
+        def new_rows(ids: torch.Tensor) -> torch.Tensor:
+            leaf: torch.Tensor = own(ids)
+            rows.append(StorageWeakRef(leaf.untyped_storage()))
+            return leaf
+
+        return new_rows
+
+    for table in tables:
+        table.new_rows = watch(table, table.new_rows)
+    loss = mixture_loss(engine, token_rows(0, 1, LENGTH))
+    assert [row.expired() for row in rows] == [recomputes] * len(tables)
+    engine.backward(loss)
+    assert len(rows) == len(tables) * (1 + recomputes)
+    assert all(row.expired() for row in rows)
+    assert all(table.gradient._arrived for table in tables)
+    engine.step()
+    assert all(table.gradient.summed.untyped_storage().nbytes() == 0 for table in tables)
+    engine.destroy()
+
+
+def test_the_rows_that_are_used_most_stay_in_the_slots() -> None:
+    """Batches with more rows than slots do not push each other's rows out: others are used where they rest."""
+    planes = [torch.arange(12.0).view(6, 2), torch.zeros(6, 2)]
+    memory, begun = RowMemory(planes[0], torch.device("cpu"), 2, on_host=True), []
+    memory.replace(planes)
+
+    def change(row: int, values: list[torch.Tensor]) -> bool:
+        begun.append((row, values[0].data_ptr() == planes[0][row].data_ptr()))
+        for value in values:
+            value += 1
+        return True
+
+    for ids in ([1, 4], [0, 1, 2, 4], [1, 3, 4, 5], [0, 1, 4]):
+        memory.in_place(torch.tensor(ids), change)
+    assert all(at_rest == (row not in (1, 4)) for row, at_rest in begun)
+    memory.settle()
+    uses = torch.tensor([2.0, 4, 1, 1, 4, 1])[:, None]
+    assert torch.equal(planes[0], torch.arange(12.0).view(6, 2) + uses)
+    assert torch.equal(planes[1], uses.expand(6, 2))
 
 
 class Wrong(nn.Module):

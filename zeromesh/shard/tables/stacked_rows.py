@@ -99,6 +99,7 @@ class StackedTable(Table):
 
     remedy = 'set experts.rest to "none"'
     narrows = True
+    merges = True  # rows are large: one sum of them is kept, and not each micro-batch's
 
     def __init__(
         self,
@@ -113,7 +114,6 @@ class StackedTable(Table):
         self.resting, self._experts = resting, count
         dtype = chosen[id(weight.value)]
         super().__init__(weight.path, weight.module, number, mesh, resting.tier, dtype, sent, weight.attribute)
-        self.gradient.merges = True  # rows are large: one sum of them is kept, and not each micro-batch's
         self._missed = torch.zeros(self.rows_here, dtype=torch.int64)  # steps of each row that are to be made up for
         self._steps: deque[UpdateStep] = deque()  # the last ones, as many as any row misses
 
@@ -129,9 +129,9 @@ class StackedTable(Table):
         """Return rows that are here, up to date, by their local numbers: shape (k, width), in the wire dtype."""
         host = asked.cpu()
         rows, inverse = host.unique(return_inverse=True)
-        found = torch.empty(rows.numel(), self.width, dtype=self.wire)
-        self._make_up(rows, found)
-        return (found if torch.equal(rows, host) else found[inverse]).to(self.mesh.device)
+        weights = torch.empty(rows.numel(), self.width, dtype=self.wire)
+        self._make_up(rows, weights)
+        return (weights if torch.equal(rows, host) else weights[inverse]).to(self.mesh.device)
 
     def settle(self, forget: bool = False) -> None:
         """Let all rows take the steps that they miss, and the planes have their values."""
@@ -164,19 +164,19 @@ class StackedTable(Table):
         state["step"] = state["step"] + 1
         self._forget_steps()
 
-    def _make_up(self, rows: torch.Tensor, found: torch.Tensor | None = None) -> None:
-        """Let some rows, int64 on the host, take the steps that they miss, and copy their weights to ``found``."""
-        wanted = rows if found is not None else rows[self._missed[rows] > 0]
+    def _make_up(self, rows: torch.Tensor, weights: torch.Tensor | None = None) -> None:
+        """Let some rows, int64 on the host, take the steps that they miss, and copy their weights to ``weights``."""
+        wanted = rows if weights is not None else rows[self._missed[rows] > 0]
         if not wanted.numel():
             return
-        places = iter(found if found is not None else ())
+        places = iter(weights if weights is not None else ())
 
         def change(row: int, values: list[torch.Tensor]) -> bool:
             behind = bool(self._missed[row] > 0)
             if behind:
                 self._take(values, self._steps_of(row), None)
                 self._missed[row] = 0
-            if found is not None:
+            if weights is not None:
                 next(places).copy_(values[0])
             return behind
 

@@ -63,7 +63,7 @@ class RowGradient:
         self._first, self._rows = table.first, table.rows_here
         self._sent = sent  # dtype in which gradients travel
         self._reopened = False
-        self.merges = False  # gradients of lookups go to the host, and are summed there, as they come
+        self._merges = table.merges
         self.state = GradientState.LOCAL
         self.used = [False]  # a gradient has come since the last update
         self._arrived: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -74,14 +74,14 @@ class RowGradient:
         """Take the gradient of rows ``ids``, ascending and without duplicates, from one lookup."""
         assert self.state is GradientState.LOCAL, self
         self.used = [True]
-        gradient = gradient.cpu() if self.merges else gradient
+        gradient = gradient.cpu() if self._merges else gradient
         self._arrived.append((ids.to(gradient.device), gradient))
-        if self.merges and len(self._arrived) > 1:
+        if self._merges and len(self._arrived) > 1:
             self._arrived = [add_up([row_ids for row_ids, _ in self._arrived], [part for _, part in self._arrived])]
 
     def local(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ascending row numbers and the sums of their gradients on this rank, where messages are sent from."""
-        device = torch.device("cpu") if self.merges and self._mesh.shard.size == 1 else self._mesh.device
+        device = torch.device("cpu") if self._merges and self._mesh.shard.size == 1 else self._mesh.device
         if len(self._arrived) == 1:
             ids, gradient = (part.to(device) for part in self._arrived[0])
         else:
@@ -95,7 +95,7 @@ class RowGradient:
     def take_sum(self, parts: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         """Add up the gradients that all ranks have sent for the rows here, in the order of ranks."""
         ids, summed = add_up(parts, gradients)
-        self.ids, self.summed = (ids.cpu(), summed.cpu()) if self.merges else (ids, summed)
+        self.ids, self.summed = (ids.cpu(), summed.cpu()) if self._merges else (ids, summed)
         self.state = GradientState.SUMMED
 
     def values(self) -> torch.Tensor:
@@ -149,6 +149,7 @@ class Table:
 
     remedy = "set sparse=False"  # where somebody wants the weight whole
     narrows = False  # states may be narrower than their master
+    merges = False  # gradients of lookups go to the host, and are summed there, as they come
 
     def __init__(
         self,
@@ -286,7 +287,8 @@ class Table:
         Returns:
             Shape (k, width), in the wire dtype; a leaf whose gradient is taken as the gradient of these rows.
         """
-        rows = vector_of(ids.numel() * self.width, self.wire, self.group).view(-1, self.width)
+        # Not a view, which would keep the memory of what it is a view of.
+        rows = torch.empty(ids.numel(), self.width, dtype=self.wire, device=self.group.device)
         if torch.is_grad_enabled() and self.flat.parameters[0].requires_grad:
             rows.requires_grad_()
             rows.register_post_accumulate_grad_hook(RowArrival(self._notify, self.gradient, ids))
