@@ -121,6 +121,10 @@ class StackedTable(Table):
         """Return the number of experts: a row of a packed weight has many of its entries."""
         return self._experts
 
+    def placed(self, tables: TableLayout) -> TableLayout:
+        """Return the place of the rows and states."""
+        return self.resting.layout(self.flat.layout.trainable, self.flat.master.dtype)
+
     def _memory(self, plane: torch.Tensor, hot: int | None) -> RowMemory:
         in_files = self.flat.parameter_tier is Tier.NVME
         return RowMemory(plane, self.mesh.device, hot if in_files else None, on_host=True)

@@ -18,6 +18,7 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.layout import Layout, Segment
 from zeromesh.shard.parameters.deferred import Source
 from zeromesh.shard.parameters.flat import Flat
+from zeromesh.shard.sizes import TableLayout
 from zeromesh.shard.store.tiers import Tiers
 from zeromesh.shard.tables.row_exchange import COPIES_TAG, from_all, swap, vector_of
 from zeromesh.shard.tables.row_memory import RowMemory, plane_on
@@ -200,6 +201,10 @@ class Table:
     def rows_of(self, weight: torch.Tensor) -> int:
         """Return the number of rows of the whole weight."""
         return len(weight)
+
+    def placed(self, tables: TableLayout) -> TableLayout:
+        """Return the place of the rows and states; ``tables`` is that of embeddings."""
+        return tables
 
     # Placement.
 
