@@ -115,7 +115,7 @@ class TracedWork:
     """One operation and where it ran."""
 
     slot: int
-    phase: str  # forward, input or weight
+    phase: str  # forward, input, weight, or again: the model's own recomputation
     kernel: KernelWork
 
 
@@ -300,11 +300,10 @@ class StorageRecorder(OperatorListener):
         name = func._overloadpacket.__name__
         if name in _EMPTY or (not writes and all(id(stored) in operand_ids for stored in result_storages)):
             return
-        if backward and torch.is_grad_enabled():  # a recomputation of the model's own
-            return
-        phase = "forward" if not backward else "weight" if in_weighted and not weights else "input"
+        again = backward and torch.is_grad_enabled()  # a recomputation of the model's own, or of tiles
+        phase = "forward" if again or not backward else "weight" if in_weighted and not weights else "input"
         kernels = list(self._kernels(func, facts, args, kwargs, result, operands, results, cut, phase))
-        self.works += [TracedWork(self.slot, its_phase, kernel) for kernel, its_phase in kernels]
+        self.works += [TracedWork(self.slot, "again" if again else its_phase, kernel) for kernel, its_phase in kernels]
         new_storages = tuple(x for x in result_storages if id(x) not in operand_ids and not (x.known or x.weight))
         if new_storages and not backward:
             random = torch.Tag.nondeterministic_seeded in func.tags
