@@ -35,7 +35,7 @@ from zeromesh.apps.plan.machine.here import cost_here, machine_here
 from zeromesh.apps.plan.predict.rank_memory import memory_of
 from zeromesh.config.settings import Settings
 
-WORDS, WIDTH, INNER, LAYERS, PIXELS = 4096, 256, 1024, 6, 128
+WORDS, WIDTH, INNER, LAYERS, PIXELS = 2048, 256, 1024, 3, 128
 BOUND = 0.02
 """The planner's error of a peak."""
 
@@ -54,7 +54,7 @@ class Setting:
 
     model: str
     config: dict[str, Any] = field(default_factory=dict)
-    tokens: int = 1024
+    tokens: int = 512
     samples: int = 1
     bf16: bool = True
     optimizer: str = "AdamW"
@@ -93,18 +93,18 @@ def settings() -> list[Setting]:
     found += [Setting("llama", zero(3, offload_optimizer=place) | NARROW) for place in (HOST, FILE)]
     found += [Setting("llama", zero(3, offload_optimizer=HOST, offload_param=HOST) | NARROW)]
     found += [Setting("llama", zero(3) | {"optimizer_state_dtype": {"exp_avg": "bf16"}}, optimizer="Lion")]
-    found += [Setting("llama", zero(stage) | tiled(512), 4096) for stage in (0, 3)]
-    found += [Setting("llama", zero(3) | tiled(512), 4096, bf16=False)]
-    found += [Setting("llama", zero(3) | tiled(tokens, True), 4096) for tokens in (None, 512, "width")]
-    found += [Setting("llama", zero(3) | tiled(512, True), 1024, 4)]
-    found += [Setting("llama", zero(3) | tiled(512, True) | way, 4096) for way in (RECOMPUTE, SELECTIVE, INPUTS_AWAY)]
-    found += [Setting("llama", zero(3) | NARROW | tiled(512, True) | RECOMPUTE, 8192)]
-    found += [Setting("llama", zero(3, offload_optimizer=HOST) | NARROW | tiled(512, True) | RECOMPUTE, 4096)]
-    found += [Setting("llama", zero(3) | tiled(512) | {"gradient_accumulation_steps": 2}, 4096)]
-    found += [Setting("gpt2", zero(3) | tiled(512), 2048), Setting("gpt2", zero(3) | tiled(512) | RECOMPUTE, 2048)]
+    found += [Setting("llama", zero(stage) | tiled(256), 2048) for stage in (0, 3)]
+    found += [Setting("llama", zero(3) | tiled(256), 2048, bf16=False)]
+    found += [Setting("llama", zero(3) | tiled(tokens, True), 2048) for tokens in (None, 256, "width")]
+    found += [Setting("llama", zero(3) | tiled(256, True), 512, 4)]
+    found += [Setting("llama", zero(3) | tiled(256, True) | way, 2048) for way in (RECOMPUTE, SELECTIVE, INPUTS_AWAY)]
+    found += [Setting("llama", zero(3) | NARROW | tiled(256, True) | RECOMPUTE, 4096)]
+    found += [Setting("llama", zero(3, offload_optimizer=HOST) | NARROW | tiled(256, True) | RECOMPUTE, 2048)]
+    found += [Setting("llama", zero(3) | tiled(256) | {"gradient_accumulation_steps": 2}, 2048)]
+    found += [Setting("gpt2", zero(3) | tiled(256), 2048), Setting("gpt2", zero(3) | tiled(256) | RECOMPUTE, 2048)]
     found += [Setting("vit", zero(stage) | NARROW, samples=8) for stage in (0, 3)]
-    found += [Setting("vit", zero(3) | tiled(512), samples=8), Setting("vit", zero(3) | RECOMPUTE, samples=8)]
-    found += [Setting("llama", zero(3) | RECOMPUTE, 4096), Setting("llama", zero(3) | INPUTS_AWAY, 4096)]
+    found += [Setting("vit", zero(3) | tiled(256), samples=8), Setting("vit", zero(3) | RECOMPUTE, samples=8)]
+    found += [Setting("llama", zero(3) | RECOMPUTE, 2048), Setting("llama", zero(3) | INPUTS_AWAY, 2048)]
     return found
 
 
@@ -162,8 +162,8 @@ def measured(setting: Setting, folder: str) -> float:
     before = heap.heap_events_live()
     engine, *_ = initialize(model=make(setting.model), config=setting.document(folder))
     data = batch(setting)
-    for number in range(3):
-        if number == 2:
+    for number in range(2):
+        if number == 1:
             heap.heap_events_reset()
         engine.train_batch(repeat(data))
     peak = heap.heap_events_peak() - before

@@ -256,6 +256,12 @@ class StorageRecorder(OperatorListener):
             return
         facts, writes = _facts(func), func._schema.is_mutable
         backward = torch._C._current_graph_task_id() != -1
+        operator, name = func._schema.name, func._overloadpacket.__name__
+        number = self._called[self.slot, operator]
+        if not backward:
+            self._called[self.slot, operator] += 1
+        if name in _EMPTY:  # it counts from its first use on: logits in chunks have shapes without memory
+            return
         in_weighted = self._enter_node() if backward else False
         operands = [(tensor, self.find(tensor)) for tensor in tensors_in((*args, *kwargs.values())) if tensor.is_meta]
         weights = [stored for _, stored in operands if stored.weight]
@@ -292,13 +298,8 @@ class StorageRecorder(OperatorListener):
             half = 0.5 if cut.gathered and cut.outputs else 1.0
             size = sum(tensor.nbytes for tensor in results[:1])
             self.sums[self.slot] = self.sums.get(self.slot, 0.0) + half * size
-        operator = func._schema.name
-        number = self._called[self.slot, operator]
-        if not backward:
-            self._called[self.slot, operator] += 1
         self.written |= operand_ids if writes else set()
-        name = func._overloadpacket.__name__
-        if name in _EMPTY or (not writes and all(id(stored) in operand_ids for stored in result_storages)):
+        if not writes and all(id(stored) in operand_ids for stored in result_storages):
             return
         again = backward and torch.is_grad_enabled()  # a recomputation of the model's own, or of tiles
         phase = "forward" if again or not backward else "weight" if in_weighted and not weights else "input"
