@@ -215,9 +215,9 @@ def test_a_choice_without_an_expert_is_an_error(tmp_path: Path) -> None:
     engine.destroy()
 
 
-def frozen() -> nn.Module:
+def tied() -> nn.Module:
     model = build_mixture(torch.float32)
-    model.blocks[1].experts.down_proj.requires_grad_(False)
+    model.blocks[1].experts.down_proj = model.blocks[0].experts.down_proj
     return model
 
 
@@ -230,7 +230,7 @@ def listed() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "optimizer", "sections", "message"),
     [
-        (frozen, "AdamW", {"experts": {"rest": "cpu"}}, "blocks.1.experts cannot rest: down_proj is frozen"),
+        (tied, "AdamW", {"experts": {"rest": "cpu"}}, "blocks.0.experts cannot rest: down_proj is used elsewhere, too"),
         (listed, "AdamW", {"experts": {"rest": "cpu"}}, "no module of Mixture has experts"),
         (build_mixture, "Lamb", {"experts": {"rest": "cpu"}}, "optimizers that have one are adam, adamw, sgd"),
         (build_mixture, "AdamW", {"experts": {"rest": "nvme"}}, "name a folder with experts.nvme_path"),

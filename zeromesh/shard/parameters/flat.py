@@ -272,7 +272,8 @@ class Flat:
         self.watch()
         if here:
             start, local = self.shard_range.start, slice(0, here)
-            piece = Piece(segment.name, segment.held, start, start + here, nn.Parameter(master[local]), by_row=True)
+            value = nn.Parameter(master[local], requires_grad=self.layout.trainable)
+            piece = Piece(segment.name, segment.held, start, start + here, value, by_row=True)
             self.pieces = ((0, local, piece),)
 
     def master_dtype(self, mixed: bool) -> torch.dtype:

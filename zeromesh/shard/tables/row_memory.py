@@ -13,6 +13,8 @@ import torch
 from zeromesh.base.placement import Tier
 from zeromesh.shard.store.memory import empty_on
 
+COOLING = 0.9  # factor of what a use of a row counts for, for each batch since
+
 
 def plane_on(
     tier: Tier, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, folder: Path | None
@@ -57,7 +59,7 @@ class RowMemory:
         self, weights: torch.Tensor, device: torch.device, hot: int | None = None, on_host: bool = False
     ) -> None:
         self.planes = [weights]  # each of shape (rows, width), where they rest
-        self._device, self._fixed = device, on_host  # a cache on the host does not grow
+        self._device, self._fixed = device, on_host
         self._hot = None if hot is None else HotRows(weights.shape[0], hot, torch.device("cpu") if on_host else device)
 
     def replace(self, planes: Sequence[torch.Tensor]) -> None:
@@ -67,8 +69,6 @@ class RowMemory:
     def read(self, ids: torch.Tensor) -> torch.Tensor:
         """Return a copy of the weights of rows ``ids`` (int64, on the device): shape (k, width), on the device."""
         with _plainly():
-            if self._hot is not None and ids.numel() > self._hot.capacity and self._fixed:
-                return torch.cat([self.read(part) for part in ids.split(self._hot.capacity)])
             if self._hot is not None:
                 slots = self._hot.admit(ids, self.planes)
                 return self._hot.planes[0].index_select(0, slots).to(self._device)
@@ -92,20 +92,19 @@ class RowMemory:
             for plane, copy in zip(planes, copies, strict=False):
                 plane.index_copy_(0, ids, copy)
 
-    def in_place(self, ids: torch.Tensor, do: Callable[[int, list[torch.Tensor]], None]) -> None:
-        """Call ``do`` with each row of ``ids``, without duplicates, and its values in all planes, 1-D, to be changed.
+    def in_place(self, ids: torch.Tensor, do: Callable[[int, list[torch.Tensor]], bool]) -> None:
+        """Call ``do`` with each row of ``ids``, without duplicates, and its values in all planes, 1-D.
 
-        They are where the planes are, or the cache, which takes as many rows at a time as it has room for.
+        They are where the planes are, or in the cache. ``do`` returns whether it has changed them.
         """
+        host = ids.cpu()
         with _plainly():
-            for part in ids.cpu().split(max(1, ids.numel() if self._hot is None else self._hot.capacity)):
-                places, planes = part, self.planes
-                if self._hot is not None:
-                    places = self._hot.admit(part, self.planes).cpu()
-                    self._hot.dirty[places] = True
-                    planes = self._hot.planes
-                for row, place in zip(part.tolist(), places.tolist(), strict=True):
-                    do(row, [plane[place] for plane in planes])
+            slots = torch.full_like(host, -1) if self._hot is None else self._hot.admit_some(host, self.planes)
+            for row, slot in zip(host.tolist(), slots.tolist(), strict=True):
+                if self._hot is None or slot < 0:
+                    do(row, [plane[row] for plane in self.planes])
+                elif do(row, [plane[slot] for plane in self._hot.planes]):
+                    self._hot.dirty[slot] = True
 
     @property
     def place(self) -> torch.device:
@@ -139,6 +138,7 @@ class HotRows:
         self._device = device
         # On the host, where the decisions are made.
         self._slot_of = torch.full((rows,), -1, dtype=torch.int32)
+        self._heat = torch.zeros(rows)  # uses of each row, of which older ones count less
         self._begin()
 
     def _begin(self) -> None:
@@ -173,6 +173,20 @@ class HotRows:
                 rows = source.index_select(0, missing.to(source.device))
                 plane.index_copy_(0, at, rows.to(self._device))
         return self._slot_of[host].long().to(self._device)
+
+    def admit_some(self, ids: torch.Tensor, backing: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Bring rows ``ids``, on the host and without duplicates, into the cache if it has room for all of them.
+
+        If not, those that are used most have it. Returns their slots; -1 of rows that are not in the cache.
+        """
+        self._heat.mul_(COOLING)[ids] += 1
+        if ids.numel() > self.capacity:
+            # Those in the cache stay unless another one is clearly hotter: a row costs two copies to come and to leave.
+            heat = self._heat[ids] + (self._slot_of[ids] >= 0)
+            self.admit(ids[heat.topk(self.capacity).indices], backing)
+        else:
+            self.admit(ids, backing)
+        return self._slot_of[ids].long()
 
     def _evict(self, slots: torch.Tensor, backing: Sequence[torch.Tensor]) -> None:
         self._store(slots[self.dirty[slots]], backing)

@@ -62,7 +62,7 @@ class RowGradient:
         self._first, self._rows = table.first, table.rows_here
         self._sent = sent  # dtype in which gradients travel
         self._reopened = False
-        self.merges = False  # gradients of lookups are summed as they come
+        self.merges = False  # gradients of lookups go to the host, and are summed there, as they come
         self.state = GradientState.LOCAL
         self.used = [False]  # a gradient has come since the last update
         self._arrived: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -73,18 +73,19 @@ class RowGradient:
         """Take the gradient of rows ``ids``, ascending and without duplicates, from one lookup."""
         assert self.state is GradientState.LOCAL, self
         self.used = [True]
+        gradient = gradient.cpu() if self.merges else gradient
         self._arrived.append((ids.to(gradient.device), gradient))
         if self.merges and len(self._arrived) > 1:
             self._arrived = [add_up([row_ids for row_ids, _ in self._arrived], [part for _, part in self._arrived])]
 
     def local(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ascending row numbers and the sums of their gradients on this rank."""
-        device = self._mesh.device
+        """Return ascending row numbers and the sums of their gradients on this rank, where messages are sent from."""
+        device = torch.device("cpu") if self.merges and self._mesh.shard.size == 1 else self._mesh.device
         if len(self._arrived) == 1:
-            ids, gradient = self._arrived[0]
+            ids, gradient = (part.to(device) for part in self._arrived[0])
         else:
             none = torch.empty(0, dtype=torch.int64, device=device), vector_of(0, self._wire, self._mesh.shard)
-            every = self._arrived or [(none[0], none[1].view(0, self._width))]
+            every = self._arrived or [(none[0], none[1].view(0, self._width).to(device))]
             ids, gradient = add_up([row_ids for row_ids, _ in every], [part for _, part in every])
         self._arrived = []
         # A sum that was made before is not rounded again; all ranks know of it.
@@ -92,7 +93,8 @@ class RowGradient:
 
     def take_sum(self, parts: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         """Add up the gradients that all ranks have sent for the rows here, in the order of ranks."""
-        self.ids, self.summed = add_up(parts, gradients)
+        ids, summed = add_up(parts, gradients)
+        self.ids, self.summed = (ids.cpu(), summed.cpu()) if self.merges else (ids, summed)
         self.state = GradientState.SUMMED
 
     def values(self) -> torch.Tensor:
@@ -138,7 +140,7 @@ class RowGradient:
     def reset(self, keeps_memory: bool = True) -> None:
         """Forget the gradient."""
         self._arrived, self.state, self.used, self._reopened = [], GradientState.LOCAL, [False], False
-        self.ids, self.summed = self.ids[:0], self.summed[:0]
+        self.ids, self.summed = self.ids.new_empty(0), self.summed.new_empty(0, self._width)  # not views, which keep it
 
 
 class Table:
@@ -157,9 +159,10 @@ class Table:
         sent: torch.dtype | None,
         attribute: str = "weight",
     ) -> None:
-        weight = getattr(module, attribute)
+        weight = module._parameters[attribute]
         self.name, self.module, self.index, self.full_name = name, module, number, f"{name}.{attribute}"
-        self.count, self.width = len(weight), weight.numel() // len(weight)
+        self.count = self.rows_of(weight)
+        self.width = weight.numel() // self.count
         self.mesh, self.group = mesh, mesh.shard
         self.per_rank = -(-self.count // self.group.size)
         self.wire = dtype  # in which rows travel and are computed with
@@ -175,7 +178,8 @@ class Table:
         along = mesh.group("tensor")  # each of its ranks has a copy of the rows; the first one counts and writes
         held_part = Held(tuple(weight.shape), rank=along.rank, ranks=along.size)
         segment = Segment(self.full_name, weight.shape, 0, weight.numel(), held_part)
-        layout = Layout(weight.dtype, True, (segment,), self.group.size, self.per_rank * self.group.size * self.width)
+        size = self.per_rank * self.group.size * self.width
+        layout = Layout(weight.dtype, weight.requires_grad, (segment,), self.group.size, size)
         self.flat = Flat(layout, [weight], number, row, mesh)
         self.flats = (self.flat,)
         self.sharded = True
@@ -183,11 +187,16 @@ class Table:
         self.first = self.group.rank * self.per_rank
         self.rows_here = max(0, min(self.count, self.first + self.per_rank) - self.first)
         self.gradient = RowGradient(self, sent or dtype)
+        self._caller = module  # whose forward looks rows up
         self._leaves: list[Any] = []
         self._folder: Path | None = None  # of files on NVMe
 
     def __repr__(self) -> str:
         return f"table {self.name!r}"
+
+    def rows_of(self, weight: torch.Tensor) -> int:
+        """Return the number of rows of the whole weight."""
+        return len(weight)
 
     # Placement.
 
@@ -228,7 +237,8 @@ class Table:
         group, per_rank = self.group, self.per_rank
 
         def part(rank: int) -> torch.Tensor:
-            return value[rank * per_rank : (rank + 1) * per_rank].reshape(-1, self.width).to(self.mesh.device)
+            rows = value.reshape(self.count, self.width)
+            return rows[rank * per_rank : (rank + 1) * per_rank].to(self.mesh.device)
 
         if unmade or group.rank == 0:
             plane[: self.rows_here].copy_(part(group.rank))
@@ -247,13 +257,14 @@ class Table:
                 copies.broadcast(values)
                 plane.copy_(values)
 
-    def spread(self, forward: Callable[..., torch.Tensor], arrived: Arrived) -> None:
-        """Replace the module's forward; autograd calls ``arrived`` with the gradients of the rows of its lookups."""
-        self._notify, self.module.forward = arrived, forward
+    def spread(self, caller: Any, forward: Callable[..., torch.Tensor], arrived: Arrived) -> None:
+        """Replace a module's forward; autograd calls ``arrived`` with the gradients of the rows of its lookups."""
+        self._notify, self._caller = arrived, caller
+        vars(caller)["forward"] = forward
 
     def gather_up(self) -> None:
         """Restore the module's own forward, which then refuses the weight."""
-        vars(self.module).pop("forward", None)
+        vars(self._caller).pop("forward", None)
 
     def settle(self, forget: bool = False) -> None:
         """Let the planes have what is true of all rows; ``forget``: the planes are about to change."""

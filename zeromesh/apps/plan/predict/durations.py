@@ -6,11 +6,12 @@ from functools import partial
 from typing import NamedTuple
 
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
-from zeromesh.apps.plan.cost.cost import KernelWork, ModelCost, Recompute, UnitCost, WorkKind
+from zeromesh.apps.plan.cost.cost import KernelWork, ModelCost, Recompute, TableCost, UnitCost, WorkKind
+from zeromesh.apps.plan.cost.resting import FETCHED_AGAIN
 from zeromesh.apps.plan.machine.cluster import Machine, Node
 from zeromesh.apps.plan.machine.collective_times import Fabric, Wire, fabric, wire
 from zeromesh.apps.plan.machine.rates import Habits, KernelSpeed, dtype_on
-from zeromesh.apps.plan.predict.table_bytes import gradient_messages, lookup_bytes, moved_by_update
+from zeromesh.apps.plan.predict.table_bytes import expert_traffic, gradient_messages, lookup_bytes, moved_by_update
 from zeromesh.base.placement import Placement, Tier, offloaded_units
 
 # Python's time for an operator, with the views beside it, in the contexts of selective recomputation; measured with
@@ -35,6 +36,8 @@ class UnitTime(NamedTuple):
     dispatch: float = 0.0  # of tokens to the ranks of their experts and back that is waited for in the forward
     dispatch_back: float = 0.0  # in the backward, with its recomputation
     lookup: float = 0.0  # of rows of tables, from the ranks that have them, which the forward waits for
+    rows: float = 0.0  # of experts that rest, from the host or the disk, which the forward waits for
+    rows_again: float = 0.0  # in the recomputation
     gather: float = 0.0  # of its parameters over the shard group
     reduce: float = 0.0  # of its gradients
     replicas: float = 0.0  # sum of its gradients over replicas
@@ -58,6 +61,7 @@ class UnitTime(NamedTuple):
             ("context links", self.exchange),
             ("expert links", self.dispatch),
             ("data links", self.lookup),
+            ("from host", self.rows),
         )
 
     @property
@@ -68,6 +72,7 @@ class UnitTime(NamedTuple):
             ("tensor links", self.join_back + self.join_again),
             ("context links", self.exchange_back),
             ("expert links", self.dispatch_back),
+            ("from host", self.rows_again),
         )
 
 
@@ -269,12 +274,30 @@ class Durations:
                 seconds["replicas"] += self.replicas.all_gather(
                     summed.copies * layout.replicate / (layout.replicate - 1)
                 )
+            if table.experts:
+                for name, value in self.expert_rows(table).items():
+                    seconds[name] = seconds.get(name, 0.0) + value
+                continue
             moved = moved_by_update(table, layout)
             if layout.tables.tier is Tier.DEVICE:
                 seconds["update"] += self.node.device.streaming_seconds(moved)
             else:
                 seconds["update"] += moved * min(self.node.devices, layout.ranks) / self.node.host_bandwidth
         return seconds
+
+    def expert_rows(self, table: TableCost) -> dict[str, float]:
+        """Return the seconds of a layer's experts that rest: of fetches, and of the update, for which all wait."""
+        layout, node, moved = self.layout, self.node, expert_traffic(table, self.layout)
+        sharing = min(node.devices, layout.ranks)
+        per_byte = self.habits.host_traffic * sharing / node.host_bandwidth
+        rows, update = moved.fetched * per_byte + self._copy(moved.link), moved.host * per_byte
+        update += self._copy(moved.landed)
+        if moved.reads or moved.fetch_reads:
+            rows += _disk(node.disk_read, moved.fetch_reads * sharing, node.name)
+            update += _disk(node.disk_read, moved.reads * sharing, node.name)
+            update += _disk(node.disk_write or node.disk_read, moved.writes * sharing, node.name)
+        again = rows if layout.recompute in FETCHED_AGAIN else 0.0
+        return {"rows": rows, "rows_again": again, "update": update}
 
     def _sums(self, trained: float, ranks: int) -> float:
         """Return the seconds in which a processor adds other ranks' parts of gradients, and converts what it sends."""
