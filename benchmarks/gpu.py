@@ -105,9 +105,14 @@ def host(ratio: float = 1.0, **more: Any) -> dict[str, Any]:
     return {"stage": 2, "offload_optimizer": {**CPU, "ratio": ratio, **more}}
 
 
+def tiled(tokens: int | str) -> dict[str, Any]:
+    """Return the configuration of tiles over tokens, and of a loss in chunks."""
+    return {"tiling": {"mlp": tokens, "loss": True}}
+
+
 # Options of training steps by group, and those of their rehearsal: Llama 3 8B with samples of 8,192 tokens; the largest
 # model of a tier, whose number of blocks the planner chooses; 20 blocks of Llama 3 8B with all states on the device;
-# runs whose speed others have published.
+# runs whose speed others have published; Llama 3 8B with one long sample.
 GROUPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "8B": (
         {"model": LLAMA_8B, "layers": 32, "sequence": 8192, "spans": True},
@@ -120,6 +125,7 @@ GROUPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"backend": "aot_eager"},
     ),
     "published": ({"model": LLAMA_8B, "layers": 32, "sequence": 4096}, {"backend": "aot_eager"}),
+    "long": ({"model": LLAMA_8B, "layers": 32, "batch": 1}, {"sequence": 64, "config": tiled(16)}),
 }  # fmt: skip
 
 
@@ -136,6 +142,7 @@ SPLIT = {"stage": 3, "offload_optimizer": {**CPU, "split_master": True}, "offloa
 FLOAT8 = {"float8": {"enabled": True}}
 # As publishers filter: the head, and the small products of keys and values, stay in 16 bits.
 FILTERED = ["*head*", "*.key", "*.value"]
+NARROW = {"optimizer_state_dtype": {"exp_avg": "bf16", "exp_avg_sq": "bf16"}}
 BF16_SUMS = {"data_types": {"grad_accum_dtype": "bf16"}}
 # One copy in files, as the largest model leaves no room for a second one.
 FILES = {"stage": 3, "offload_optimizer": {**NVME, "update_during_backward": 0.0}, "offload_param": CPU}
@@ -174,6 +181,15 @@ STEPS = (
           accumulation=4, steps=2, warmup=1, compile=True, config=FLOAT8 | BF16_SUMS, spans=True,
           optimizer=LION["optimizer"]),
     train("largest", "optimizer in files", 2.0, FILES, batch=4, steps=2),
+    # 8 bytes a parameter: beside the rows with states in fp32.
+    train("faster", "states in bf16", 1.0, WHOLE, "optimizer_state_dtype", config=NARROW),
+    train("largest", "device and host, AdamW, states in bf16", 3.0, SPLIT, "optimizer_state_dtype", batch=4,
+          accumulation=4, steps=2, ratios=RATIOS, config=NARROW),
+    # One long sample: the same without tiles, with tiles, and what only tiles have room for.
+    train("8B", "64 K, one sample", 3.0, BOTH, "tiling", sequence=65536, batch=1, steps=2, warmup=1),
+    train("long", "64 K, one sample, tiles", 3.0, BOTH, "tiling", sequence=65536, steps=2, warmup=1, config=tiled("width")),
+    train("long", "256 K, one sample, tiles, inputs on the host", 6.0, BOTH, "tiling", sequence=262144, steps=1,
+          warmup=0, config=tiled("width"), inputs_on_host=True),
     # One H100: 12,473 tokens/s with rank 16 on all projections; 272 TFLOP/s with states and parameters on the host.
     train("published", "Llama 3 8B, LoRA, 2 x 16 micro-batches", 3.0, {"stage": 0}, batch=2, accumulation=16, steps=2,
           warmup=1, adapters=16),

@@ -252,6 +252,7 @@ class Page:
             ("Layouts beside one plain process", self.layouts), ("Copies beside computation", self.copies),
             ("Llama 3 8B", lambda: self.trained("8B")),
             ("The largest model by tier", lambda: self.trained("largest")),
+            ("Llama 3 8B, long samples in tiles", lambda: self.trained("long")),
             ("Compiled blocks and float8", lambda: f"{self.trained('faster')}\n\n{self.kinds()}".strip()),
             ("Runs whose speed others have published", lambda: self.trained("published")),
             ("Time by phase", self.spans),
@@ -280,7 +281,7 @@ def draw(page: Page, folder: Path, name: str) -> list[str]:
     from matplotlib.figure import Figure
 
     drawn = []
-    groups = ("8B", "largest", "faster", "published")
+    groups = ("8B", "largest", "faster", "published", "long")
     bars = [(row, COLOURS[groups.index(group)]) for group in groups for row in page.of(group) if trained(row)]
     if bars:
         figure = Figure(figsize=(9, 1 + 0.4 * len(bars)), layout="constrained")

@@ -23,7 +23,7 @@ import zeromesh
 from zeromesh.apps.plan.choose.layout_documents import layout_from
 from zeromesh.apps.plan.cost.cost_trace import TracedCost
 from zeromesh.apps.plan.cost.passes import TraceOptions
-from zeromesh.apps.plan.machine.here import with_host
+from zeromesh.apps.plan.machine.here import tiles_of, with_host
 from zeromesh.apps.plan.machine.presets import cluster
 from zeromesh.apps.plan.predict.rank_memory import memory_of
 from zeromesh.apps.plan.predict.time import time_of
@@ -99,7 +99,8 @@ def configuration(options: Options, folder: str, ratio: float | None = None) -> 
         "train_micro_batch_size_per_gpu": options["batch"],
         "gradient_accumulation_steps": options.get("accumulation", 1), "gradient_clipping": 1.0,
         "bf16": {"enabled": True}, "zero_optimization": zero, "optimizer": options.get("optimizer", ADAMW),
-        "activation_checkpointing": again | ({"granularity": recompute} if recompute != "none" else {}),
+        "activation_checkpointing": again | ({"granularity": recompute} if recompute != "none" else {})
+        | ({"cpu_checkpointing": True} if options.get("inputs_on_host") else {}),
         **options.get("config", {}),
     }  # fmt: skip
 
@@ -153,7 +154,8 @@ class Planner:
                 tokens = torch.empty(batch, length, dtype=torch.int64, device="meta")
                 return {"tokens": tokens, "labels": tokens}
 
-            traced = TraceOptions(settings.precision.compute, settings.precision.autocast, self._kernels)
+            precision, tiles = settings.precision, tiles_of(settings)
+            traced = TraceOptions(precision.compute, precision.autocast, self._kernels, tiles=tiles)
             self._costs[layers] = TracedCost(model, inputs, traced, None)
         cost = self._costs[layers]
         (rank,) = memory_of(cost, sequence, layout, self._machine)

@@ -29,7 +29,7 @@ from plan_rows import Row, measure, rows
 from zeromesh.apps.launch.launch import launch
 
 
-def _library() -> Path:
+def heap_library() -> Path:
     """Return the compiled ``heap_events.c``."""
     source, library = Path(__file__).with_name("heap_events.c"), Path(tempfile.mkdtemp()) / "heap_events.so"
     subprocess.run([os.environ.get("CC", "cc"), "-O2", "-shared", "-fPIC", "-o", library, source], check=True)
@@ -67,7 +67,7 @@ def main() -> None:
     given = parser.parse_args()
     if "heap_events" not in os.environ.get("LD_PRELOAD", ""):
         # A library can be preloaded when a process begins only.
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "LD_PRELOAD": str(_library())})
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "LD_PRELOAD": str(heap_library())})
     done = json.loads(given.out.read_text()) if given.out.is_file() else {}
     done = {
         "date": time.strftime("%Y-%m-%d"),

@@ -32,6 +32,7 @@ from zeromesh.apps.plan.cost.source import (
     limits_of_configuration,
     token_inputs,
 )
+from zeromesh.apps.plan.machine.here import tiles_of
 from zeromesh.apps.train.train_settings import HuggingFace, Lora, Quantization, TrainSettings
 from zeromesh.base.files import read_text
 from zeromesh.base.requirements import pip_install
@@ -268,7 +269,8 @@ def _configured(path: Path, precision: str) -> AskedModel:
     from zeromesh.apps.train.model import Transformer, language_model
 
     settings = TrainSettings.load(path)
-    options = TraceOptions(DTYPES[precision], tables=settings.embedding_tables.modules)
+    tables_named = settings.embedding_tables.modules
+    options = TraceOptions(DTYPES[precision], tables=tables_named, tiles=tiles_of(settings))
     document = read_object(path)
     placed: dict[str, Any] = {"tables": tables_of(settings), "resting": resting_of(settings)}
     if settings.huggingface is not None:

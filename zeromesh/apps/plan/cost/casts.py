@@ -5,8 +5,9 @@ The lists are those of torch's documentation of automatic mixed precision, for G
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -46,10 +47,13 @@ _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function
 @contextmanager
 def autocast_of(device: str, dtype: torch.dtype | None) -> Iterator[None]:
     """Cast as ``torch.autocast`` of a device does; ``dtype`` None casts nothing."""
-    if dtype is None:
-        yield
-        return
     with ExitStack() as stack:
+        # Code that asks what is cast on the device of its tensors.
+        for name, answer in (("is_autocast_enabled", dtype is not None), ("get_autocast_dtype", dtype)):
+            stack.enter_context(patch.object(torch, name, partial(_on_meta, getattr(torch, name), answer)))
+        if dtype is None:
+            yield
+            return
         # Functions of torch that are written in Python stand aside, so that what they call is seen.
         for check in _CHECKS:
             stack.enter_context(patch.object(F, check, lambda *_: False))
@@ -62,6 +66,10 @@ def autocast_of(device: str, dtype: torch.dtype | None) -> Iterator[None]:
         stack.enter_context(patch.object(F, "scaled_dot_product_attention", narrowed))
         stack.enter_context(mode)
         yield
+
+
+def _on_meta(plain: Callable[..., Any], answer: Any, *device: str) -> Any:
+    return answer if device == ("meta",) else plain(*device)
 
 
 class _Casts(TorchFunctionMode):

@@ -146,6 +146,7 @@ class UnitCost:
     forward: tuple[KernelWork, ...] = ()
     input: tuple[KernelWork, ...] = ()  # of the gradients of inputs
     weight: tuple[KernelWork, ...] = ()  # of the gradients of parameters
+    again: tuple[KernelWork, ...] = ()  # that the backward computes again in any case, as in tiles of tokens
     # As ``backward_peak``, with gradients of parameters from the operator that makes them until they are accumulated:
     # up to the first accumulation, and from it on, when the engine has memory for the unit's gradients.
     early_peak: Divided = NONE

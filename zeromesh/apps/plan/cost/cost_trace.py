@@ -20,6 +20,7 @@ from zeromesh.apps.plan.cost.passes import (
     PHASES,
     Inputs,
     Loss,
+    TokenTiles,
     TracedUnit,
     TraceError,
     TraceOptions,
@@ -127,6 +128,8 @@ class TracedCost:
         model, options = self.model, self._options
         run = partial(trace, model, options=options, loss=self._loss, cuts=cuts_of(model))
         try:
+            # The number of tiles is no line in the number of samples.
+            batches = batches if self._options.tiles == TokenTiles() else (micro_batch,)
             traces = [run(self._inputs(batch, sequence)) for batch in batches]
         except TraceError as error:
             cost = estimate(model, self.name, micro_batch, sequence, options, str(error))

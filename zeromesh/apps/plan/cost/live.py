@@ -115,7 +115,7 @@ class TracedWork:
     """One operation and where it ran."""
 
     slot: int
-    phase: str  # forward, input or weight
+    phase: str  # forward, input, weight, or again: the model's own recomputation
     kernel: KernelWork
 
 
@@ -256,6 +256,12 @@ class StorageRecorder(OperatorListener):
             return
         facts, writes = _facts(func), func._schema.is_mutable
         backward = torch._C._current_graph_task_id() != -1
+        operator, name = func._schema.name, func._overloadpacket.__name__
+        number = self._called[self.slot, operator]
+        if not backward:
+            self._called[self.slot, operator] += 1
+        if name in _EMPTY:  # it counts from its first use on: logits in chunks have shapes without memory
+            return
         in_weighted = self._enter_node() if backward else False
         operands = [(tensor, self.find(tensor)) for tensor in tensors_in((*args, *kwargs.values())) if tensor.is_meta]
         weights = [stored for _, stored in operands if stored.weight]
@@ -292,19 +298,13 @@ class StorageRecorder(OperatorListener):
             half = 0.5 if cut.gathered and cut.outputs else 1.0
             size = sum(tensor.nbytes for tensor in results[:1])
             self.sums[self.slot] = self.sums.get(self.slot, 0.0) + half * size
-        operator = func._schema.name
-        number = self._called[self.slot, operator]
-        if not backward:
-            self._called[self.slot, operator] += 1
         self.written |= operand_ids if writes else set()
-        name = func._overloadpacket.__name__
-        if name in _EMPTY or (not writes and all(id(stored) in operand_ids for stored in result_storages)):
+        if not writes and all(id(stored) in operand_ids for stored in result_storages):
             return
-        if backward and torch.is_grad_enabled():  # a recomputation of the model's own
-            return
-        phase = "forward" if not backward else "weight" if in_weighted and not weights else "input"
+        again = backward and torch.is_grad_enabled()  # a recomputation of the model's own, or of tiles
+        phase = "forward" if again or not backward else "weight" if in_weighted and not weights else "input"
         kernels = list(self._kernels(func, facts, args, kwargs, result, operands, results, cut, phase))
-        self.works += [TracedWork(self.slot, its_phase, kernel) for kernel, its_phase in kernels]
+        self.works += [TracedWork(self.slot, "again" if again else its_phase, kernel) for kernel, its_phase in kernels]
         new_storages = tuple(x for x in result_storages if id(x) not in operand_ids and not (x.known or x.weight))
         if new_storages and not backward:
             random = torch.Tag.nondeterministic_seeded in func.tags

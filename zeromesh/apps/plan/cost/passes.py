@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,19 +25,39 @@ from zeromesh.base.dry.meta_values import literals
 from zeromesh.base.dry.model_copy import dry, imitated
 from zeromesh.base.dry.model_inputs import inputs_without_memory
 from zeromesh.base.operation_counts import losses_of
+from zeromesh.parallel.activation.tiles import find_tiled, tile_modules
 from zeromesh.parallel.expert.forms import find_experts
+from zeromesh.parallel.head.logits import Logits
+from zeromesh.parallel.tensor.derive import heads_over_vocabulary
+from zeromesh.parallel.tensor.split_model import chunk_losses
 from zeromesh.shard.find_units import CONTAINERS, assign, find_units
 
 Inputs = Mapping[str, Any]
 Loss = Callable[[Any], Tensor]
 
-PHASES = ("forward", "input", "weight")
+PHASES = ("forward", "input", "weight", "again")
 # Tensor ranks with which peaks are compared: those of a node. Between them, the bound that holds for both holds, too.
 MOST_TENSOR = 8
 
 
 class TraceError(RuntimeError):
     """A model whose forward or backward does not run on the meta device; the text says where it stops."""
+
+
+class TokenTiles(NamedTuple):
+    """Tiles over tokens, in which the engine computes modules and the loss; see the settings ``tiling``."""
+
+    tokens: int | Literal["width"] | None = None  # of a tile; None: modules are computed at once
+    modules: tuple[str, ...] = ()  # class names or patterns of names; none: all that are found
+    loss: bool = False
+
+    def cut(self, model: nn.Module, original: nn.Module) -> None:
+        """Have a copy of a model compute in tiles, in place; raise ValueError as ``find_tiled``."""
+        if self.tokens is not None:
+            named = find_units(original, self.modules) if self.modules else None
+            tile_modules(model, find_tiled(original, named), self.tokens)
+        if self.loss:
+            chunk_losses(model, heads_over_vocabulary(original), nullcontext)
 
 
 @dataclass(frozen=True)
@@ -49,6 +69,7 @@ class TraceOptions:
     kernels: str = "cuda"  # device whose kernels are used: "cuda" or "cpu"
     packing: Packing | None = None  # of the frozen weights of linear layers
     tables: tuple[str, ...] | None = None  # patterns of names of tables; None: embeddings with sparse=True
+    tiles: TokenTiles = TokenTiles()
 
 
 class OperatorCall(NamedTuple):
@@ -153,6 +174,7 @@ class _Trace:
             model = imitated(original, options.dtype, hooked=True)[0]
         except Exception as error:  # a model may have what cannot be copied
             raise TraceError(f"{type(original).__name__} cannot be copied: {error}") from error
+        options.tiles.cut(model, original)
         self.original, self.model, self.options, self.loss = original, model.train(), options, loss
         self.tables = TracedTables(model, options.tables)
         self.experts = experts_of(original)
@@ -227,9 +249,8 @@ class _Trace:
             recorder, block = self.recorder, self.blocks[unit]
             if unit not in self.order:
                 self.order.append(unit)
-            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_meta]
             entered = self.entered.setdefault(unit, [])
-            for tensor in tensors:
+            for tensor in _stored((args, kwargs)):
                 stored = recorder.find(tensor)
                 entered.append(stored)
                 if block and tensor.requires_grad:
@@ -243,8 +264,8 @@ class _Trace:
             if torch._C._current_graph_task_id() != -1:
                 return
             handed = NONE
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, Tensor) and tensor.is_meta and tensor.requires_grad:
+            for tensor in _stored(output):
+                if tensor.requires_grad:
                     handed = handed.plus(divide(tensor.nbytes, self.recorder.find(tensor).share))
             self.handed[unit] = handed
             self._begin(-1)
@@ -406,6 +427,11 @@ class _Trace:
             else:
                 unit.backward.append(beyond)
                 unit.gradients.append(gradients)
+
+
+def _stored(values: Any) -> list[Tensor]:
+    """Return the meta tensors among values, without logits that a loss computes in chunks, which have no storage."""
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_meta and not isinstance(x, Logits)]
 
 
 def _sum(stored: Sequence[TracedStorage | TracedProduct]) -> Divided:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from zeromesh.apps.plan.cost.cost_trace import TracedCost, sequence_of
-from zeromesh.apps.plan.cost.passes import Inputs, Loss, TraceOptions
+from zeromesh.apps.plan.cost.passes import Inputs, Loss, TokenTiles, TraceOptions
 from zeromesh.apps.plan.machine.cluster import Device, LinkSpeed, Machine, Node
 from zeromesh.apps.plan.machine.presets import cluster, find_link
 from zeromesh.base.kernels.measure import product_speed
@@ -38,8 +38,17 @@ def cost_here(
     """
     kernels = "cuda" if torch.cuda.is_available() else "cpu"
     tables = settings.embedding_tables.modules
-    options = TraceOptions(settings.precision.compute, settings.precision.autocast, kernels, tables=tables)
+    precision = settings.precision
+    options = TraceOptions(
+        precision.compute, precision.autocast, kernels, tables=tables, tiles=tiles_of(settings)
+    )
     return TracedCost(model, inputs, options, loss), sequence_of(inputs)
+
+
+def tiles_of(settings: Settings) -> TokenTiles:
+    """Return the tiles over tokens that a configuration asks for."""
+    tiling = settings.tiling
+    return TokenTiles(tiling.mlp, tiling.modules, tiling.loss or settings.chunked_loss)
 
 
 def machine_here(ranks: int, nodes: int) -> Machine:

@@ -119,7 +119,7 @@ class Durations:
             away = next(blocks) if unit.block else of_root
             # Blocks of a stack share their tuples of kernels; one of them is computed.
             amounts = unit.parameters, unit.frozen, unit.joins, unit.output, unit.tables, unit.experts
-            key = (id(unit.forward), id(unit.weight), *amounts, away)
+            key = (id(unit.forward), id(unit.weight), unit.again, *amounts, away)
             if key not in self._known:
                 self._known[key] = self._unit(unit, away)
             unit_time = self._known[key]
@@ -130,6 +130,7 @@ class Durations:
         layout, device, speed = self.layout, self.node.device, self.speed
         forward, back, weight = speed.total(unit.forward), speed.total(unit.input, True), speed.total(unit.weight)
         again, joins_again = self._again(unit, forward)
+        again += speed.total(unit.again)
         join = self._join(unit)
         attention = 0.0
         if not self.serial:  # exchanges go on beside it

@@ -1,0 +1,187 @@
+"""Largest models and longest sequences of one device by the planner's memory, before and after what saves memory.
+
+    python benchmarks/largest_models.py [--markdown FILE]
+
+Each row asks for the most blocks, or the most tokens, that the planner says fit: a bisection, without memory and without
+the device. "Before" is AdamW with states in fp32 and blocks that are computed again from their inputs; "after" has
+states in bf16, tiles over tokens with a loss in chunks, inputs of blocks on the host, and experts at rest on NVMe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from zeromesh.apps.plan.choose.fit import lacking
+from zeromesh.apps.plan.choose.layout_documents import layout_from
+from zeromesh.apps.plan.cost.cost import CostSource
+from zeromesh.apps.plan.cost.passes import TokenTiles, TraceOptions
+from zeromesh.apps.plan.cost.source import hugging_face_cost
+from zeromesh.apps.plan.machine.cluster import Machine
+from zeromesh.apps.plan.machine.here import machine_here, tiles_of
+from zeromesh.apps.plan.machine.presets import cluster
+from zeromesh.apps.plan.predict.rank_memory import memory_of
+from zeromesh.config.settings import Settings
+
+Json = dict[str, Any]
+
+USUAL_TOKENS = 4096
+CPU = {"device": "cpu", "split_master": True}
+PLACES: dict[str, Json] = {
+    "all on the device": {"stage": 3},
+    "parameters and states on the host": {
+        "stage": 3, "offload_optimizer": CPU, "offload_param": {"device": "cpu"},
+    },
+}  # fmt: skip
+AGAIN = {"activation_checkpointing": {"enabled": True}}
+BEFORE: Json = AGAIN
+AFTER: Json = {
+    "optimizer_state_dtype": {"exp_avg": "bf16", "exp_avg_sq": "bf16"},
+    "tiling": {"mlp": "width", "loss": True},
+    "activation_checkpointing": {"enabled": True, "cpu_checkpointing": True},
+}
+# A mixture of this form has no MLP beside its experts to cut into tiles.
+RESTING: Json = {"experts": {"rest": "nvme", "nvme_path": "/tmp"}, "tiling": {"loss": True}}
+
+
+def decoder(layers: int) -> Any:
+    """Return the configuration of Llama 3's form: 32 blocks are its 8 billion."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=128256, hidden_size=128 * layers, intermediate_size=448 * layers, num_hidden_layers=layers,
+        num_attention_heads=layers, num_key_value_heads=layers // (2 if layers % 4 else 4), max_position_embeddings=1 << 26,
+        architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+
+
+def mixture(layers: int) -> Any:
+    """Return the configuration of Qwen3's form, 8 of 128 experts a token: 48 blocks are its 30 billion."""
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=128 * layers // 3, intermediate_size=128 * layers, num_hidden_layers=layers,
+        moe_intermediate_size=16 * layers, num_experts=128, num_experts_per_tok=8, head_dim=128,
+        num_attention_heads=2 * layers // 3, num_key_value_heads=layers // 3, max_position_embeddings=1 << 26,
+        architectures=["Qwen3MoeForCausalLM"],
+    )  # fmt: skip
+
+
+@cache
+def cost_of(make: Callable[[int], Any], layers: int, tiles: TokenTiles, kernels: str) -> CostSource:
+    """Return the cost of a model of so many blocks in bf16."""
+    return hugging_face_cost(make(layers), TraceOptions(torch.bfloat16, kernels=kernels, tiles=tiles))
+
+
+def fits(machine: Machine, document: Json, make: Callable[[int], Any], layers: int, tokens: int) -> bool:
+    """Return whether one sample of so many tokens trains on the machine."""
+    settings = Settings.load(
+        {
+            "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, **document,
+        }
+    )  # fmt: skip
+    layout, _ = layout_from(settings, 1)
+    processor = machine.nodes[0][0].device.processor
+    source = cost_of(make, layers, tiles_of(settings), "cpu" if processor else "cuda")
+    return max(lacking(memory_of(source, tokens, layout, machine), layout, machine).values()) <= 0
+
+
+def most(works: Callable[[int], bool], step: int, end: int) -> int:
+    """Return the largest multiple of ``step`` up to ``end`` that works, where all below it do; 0: none."""
+    low, high = 0, end // step + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if works(middle * step) else (low, middle)
+    return low * step
+
+
+@dataclass(frozen=True)
+class Question:
+    """A row of the table: the most of something on a machine."""
+
+    machine: str
+    what: str  # "dense", "mixture" or "tokens"
+    place: str
+
+
+@cache
+def machines() -> dict[str, Machine]:
+    """Return the machines: with usual hosts, and a disk."""
+    found = {
+        "24 GB card, host of 64 GB": cluster(gpu="rtx-4090", gpus=1, host_memory=64e9),
+        "80 GB card, host of 256 GB": cluster(gpu="h100", gpus=1, host_memory=256e9),
+        "this machine, CPU": machine_here(1, 1),
+    }
+    return {name: with_disk(machine) for name, machine in found.items()}
+
+
+def with_disk(machine: Machine, size: float = 4e12) -> Machine:
+    """Return the machine with a disk of so many bytes."""
+    return replace(machine, nodes=tuple((replace(node, disk=size), count) for node, count in machine.nodes))
+
+
+def questions() -> list[Question]:
+    """Return all rows."""
+    on_device, on_host = PLACES
+    found = []
+    for name in machines():
+        places = (on_device,) if "CPU" in name else (on_device, on_host)
+        found += [Question(name, what, place) for what in ("dense", "mixture") for place in places]
+        found += [Question(name, "tokens", places[-1])]
+    return found
+
+
+def answer(question: Question, after: bool) -> tuple[int, str]:
+    """Return the number that fits, and what it says, in words."""
+    machine = machines()[question.machine]
+    document = {"zero_optimization": PLACES[question.place], **(AFTER if after else BEFORE)}
+    if question.what == "tokens":
+        layers = 32 if "CPU" not in question.machine else 16
+        tokens = most(lambda n: fits(machine, document, decoder, layers, n), 4096, 1 << 21)
+        return tokens, f"{tokens:,} tokens"
+    make, step = (decoder, 2) if question.what == "dense" else (mixture, 3)
+    document |= RESTING if after and question.what == "mixture" else {}
+    layers = most(lambda n: fits(machine, document, make, n, USUAL_TOKENS), step, 60 * step)
+    if not layers:
+        return 0, "none"
+    size = cost_of(make, layers, TokenTiles(), "cuda").at(1, USUAL_TOKENS).parameters
+    return size, f"{size / 1e9:.1f} G"
+
+
+NAMES = {"dense": "largest dense model", "mixture": "largest mixture", "tokens": "longest sequence, 8 G"}
+
+
+def table(rows: Sequence[Question]) -> Iterator[str]:
+    """Yield the lines of the table in Markdown."""
+    yield "| machine | what | states | before | after |"
+    yield "| --- | --- | --- | --- | --- |"
+    for row in rows:
+        name = NAMES[row.what].replace("8 G", "1 G") if "CPU" in row.machine else NAMES[row.what]
+        yield f"| {row.machine} | {name} | {row.place} | {answer(row, False)[1]} | {answer(row, True)[1]} |"
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--markdown", type=Path, help="file for the table")
+    given = parser.parse_args()
+    lines = []
+    for line in table(questions()):
+        lines.append(line)
+        print(line, flush=True)
+    if given.markdown:
+        given.markdown.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
