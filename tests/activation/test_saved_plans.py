@@ -32,6 +32,7 @@ from zeromesh.parallel.activation.choices import add_router
 from zeromesh.shard.find_units import find_units
 
 Plans = dict[str, BlockPlan]
+FULL = -1  # in place of a seed: all is computed again
 
 
 def tokens(seed: int) -> Tensor:
@@ -199,9 +200,12 @@ def steps_of(layout: dict[str, Any], seed: int | None) -> Any:
         "activation_checkpointing": {"enabled": seed is not None},
         **layout,
     }
-    with planned({} if seed is None else random_plans(model, "llama", seed)):
+    plans = {} if seed is None else random_plans(model, "llama", seed)
+    if seed == FULL:
+        plans = dict.fromkeys(plans, BlockPlan())
+    with planned(plans):
         engine = zeromesh.initialize(model=model, config=settings)[0]
-    assert seed is None or engine.activations is not None
+    assert seed in (None, FULL) or engine.activations is not None
     found = []
     torch.manual_seed(2)
     for step in range(2):
@@ -223,7 +227,8 @@ def steps_of(layout: dict[str, Any], seed: int | None) -> Any:
 @pytest.mark.parametrize("layout", [x if x == "ZeRO-3" else pytest.param(x, marks=pytest.mark.full) for x in LAYOUTS])
 def test_engines_train_to_the_same_bits(layout: str) -> None:
     ranks, settings = LAYOUTS[layout]
-    expected = run_ranks(steps_of, ranks, settings, None)
+    # Stages without any checkpoint sum up some gradients in another order than those with one.
+    expected = run_ranks(steps_of, ranks, settings, FULL if layout == "pipeline" else None)
     for seed in range(2):
         found = run_ranks(steps_of, ranks, settings, seed)
         assert [losses for losses, _ in found] == [losses for losses, _ in expected]
