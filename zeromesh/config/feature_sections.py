@@ -142,10 +142,16 @@ class ActivationCheckpointing(Section):
 
     enabled: bool = key(False, "Recompute the activations of the targets.")
     targets: Names = key((), "Class names or glob patterns of module names to recompute. Empty: the units.")
-    granularity: Literal["full", "selective"] = key(
+    granularity: Literal["full", "selective", "auto"] = key(
         "full",
         "full: save only the inputs of the targets. selective: also save the results of matrix products and attention, "
-        "and recompute the rest.",
+        "and recompute the rest. auto: the planner chooses for each operator of each block whether its result is "
+        'saved, recomputed, or moved to host memory; "activation_checkpointing": "auto" is short for this.',
+    )
+    budget_gb: PositiveFloat | None = key(
+        None,
+        "Gigabytes (1e9 bytes) that activations and their gradients may take on a device at most. Needs granularity = "
+        "auto. Null: what the planner expects states to leave of the device's memory.",
     )
     partition_activations: bool = key(
         False,

@@ -368,6 +368,11 @@ class Settings(Section):
         return "bf16" in (rest, *named.values())
 
     @property
+    def plans_saved(self) -> bool:
+        """True if the planner chooses what becomes of each tensor that blocks save for their backward."""
+        return self.activation_checkpointing.enabled and self.activation_checkpointing.granularity == "auto"
+
+    @property
     def _loss_scale(self) -> LossScale:
         from zeromesh.base.precision import LossScale
 
