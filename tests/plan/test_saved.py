@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from zeromesh.apps.plan.cost.cost_trace import TracedCost
 from zeromesh.apps.plan.cost.passes import TraceOptions
 from zeromesh.apps.plan.machine.presets import cluster
 from zeromesh.apps.plan.saved import (
@@ -38,7 +39,8 @@ def inputs() -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def costs() -> SavedCosts:
-    return saved_costs(decoder(), inputs(), cluster("h100", 1), TraceOptions(kernels="cpu"))
+    cost = TracedCost(decoder(), inputs(), TraceOptions(kernels="cpu")).at(4, TOKENS)
+    return saved_costs(cost, cluster("h100", 1))
 
 
 @pytest.mark.parametrize("room", [0, 3, 7, 12, 40])
@@ -76,7 +78,7 @@ def test_budgets_are_kept_and_more_bytes_never_take_longer(costs: SavedCosts) ->
 def test_budget_below_every_plan_names_the_smallest(costs: SavedCosts) -> None:
     with pytest.raises(ValueError, match="no plan needs less than") as caught:
         choose(costs, 1000.0)
-    least = float(str(caught.value).partition("give at least ")[2].partition(",")[0]) * 1e9
+    least = float(str(caught.value).partition("set it to ")[2].partition(" ")[0]) * 1e9
     assert costs.peak(choose(costs, least)) <= least
 
 

@@ -76,13 +76,13 @@ REFUSALS: list[Refusal[Any]] = [
         "compile.enabled to false, or tiling.mlp to null",
     ),
     (
-        lambda s: s.activation_checkpointing.budget_gb is not None and not s.plans_saved,
+        lambda s: s.activation_checkpointing.budget_gb is not None and not s.activation_checkpointing.planned,
         "activation_checkpointing.budget_gb is {s.activation_checkpointing.budget_gb:g}, and only a plan keeps to a "
         'budget; set activation_checkpointing.granularity to "auto" and enabled to true, or leave budget_gb out',
     ),
     *[
         (
-            lambda s, key=key: s.plans_saved and getattr(s.activation_checkpointing, key),
+            lambda s, key=key: s.activation_checkpointing.planned and getattr(s.activation_checkpointing, key),
             f'activation_checkpointing.granularity is "auto", and {what}; leave activation_checkpointing.{key} out, or '
             'set granularity to "full" or "selective"',
         )
@@ -93,7 +93,7 @@ REFUSALS: list[Refusal[Any]] = [
         }.items()
     ],
     (
-        lambda s: s.plans_saved and s.model_sizes["pipeline"] > 1,
+        lambda s: s.activation_checkpointing.planned and s.model_sizes["pipeline"] > 1,
         'activation_checkpointing.granularity is "auto" and mesh.pipeline is {s.model_sizes[pipeline]}, whose stages '
         'hold different numbers of micro-batches; set granularity to "full" or "selective", or mesh.pipeline to 1',
     ),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 from torch.utils.data import default_collate
 
+from zeromesh.apps.plan.cost.cost import Recompute
 from zeromesh.base.placement import PlacementRow, Tier
 from zeromesh.comm.agreement import agree_run, texts
 from zeromesh.comm.collectives import Group
@@ -53,7 +54,7 @@ def choose_layout(chosen: Arguments, settings: Chosen, world: Group, environment
     Raises:
         ValueError: the machine's file is wrong, or the batch does not fit the ranks.
     """
-    example = partial(_example, chosen)
+    example = partial(example_of, chosen)
     # A user's own loader may give each rank other samples, which ranks that share layers must not have.
     own_batches = chosen.data is not None
     return filled_in(settings, asked_of_planner(chosen.config), example, environment, world, own_batches)
@@ -150,6 +151,8 @@ def _accepts(asked: frozenset[str], stated_layout: ParallelLayout) -> Callable[[
     """Return a function that tells whether a layout leaves as it is what the configuration states."""
     free = {"data", "replicate", "tensor", "sequence"} if MESH in asked else set()
     free |= {"micro_batch", "accumulation"} if asked & {MESH, MICRO} else set()
+    # A plan of saved tensors is made afterwards, for the layout: it is no slower than the policies that are searched.
+    free |= {"recompute", "activations_on_host"} if stated_layout.recompute is Recompute.PLANNED else set()
     # Never stages or spread sequences: a loop that calls the engine itself would have to be written for them.
     names = [
         field.name
@@ -175,7 +178,7 @@ def _tiers(row: PlacementRow) -> tuple[Any, ...]:
     return row.parameter_tier, row.optimizer_tier, row.offloaded, row.split
 
 
-def _example(chosen: Arguments) -> tuple[nn.Module, Mapping[str, Any], Callable[[Any], Any] | None]:
+def example_of(chosen: Arguments) -> tuple[nn.Module, Mapping[str, Any], Callable[[Any], Any] | None]:
     """Return the model, arguments of its forward for two samples, and the loss of its output, if it has none."""
     model, data = chosen.model, chosen.data
     if data is None:

@@ -19,6 +19,7 @@ from zeromesh.engine.reports import Before
 
 if TYPE_CHECKING:
     from zeromesh.base.loader import Loader
+    from zeromesh.base.saved_tensors import BlockPlan
     from zeromesh.config.settings import Resolved, Settings
     from zeromesh.engine.observe.monitors import Monitor
     from zeromesh.engine.pipelined import Pipelined
@@ -69,6 +70,7 @@ class Plan:
     optimizer: Optimizer | None  # the user's; the configuration's is made after the model is placed
     scheduler: Any  # of the user's optimizer, or the one that was passed
     offload: Offload
+    saved: Mapping[str, BlockPlan] | None = None  # of the planner, by names of blocks, where the settings leave it that
 
     @property
     def model(self) -> nn.Module:
