@@ -78,7 +78,7 @@ def test_budgets_are_kept_and_more_bytes_never_take_longer(costs: SavedCosts) ->
 def test_budget_below_every_plan_names_the_smallest(costs: SavedCosts) -> None:
     with pytest.raises(ValueError, match="no plan needs less than") as caught:
         choose(costs, 1000.0)
-    least = float(str(caught.value).partition("set it to ")[2].partition(" ")[0]) * 1e9
+    least = float(str(caught.value).partition("budget_gb to ")[2].partition(" ")[0]) * 1e9
     assert costs.peak(choose(costs, least)) <= least
 
 

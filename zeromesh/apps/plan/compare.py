@@ -32,7 +32,7 @@ def prediction(
     from zeromesh.apps.plan.machine.here import cost_here, machine_here
     from zeromesh.apps.plan.predict.rank_memory import memory_of
     from zeromesh.apps.plan.predict.time import time_of
-    from zeromesh.apps.plan.saved_choice import planned_cost
+    from zeromesh.apps.plan.saved import planned_cost
 
     result: dict[str, Any] = {"machine": None, "layout": None}
     notes: list[str] = []

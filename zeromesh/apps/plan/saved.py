@@ -11,19 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from math import inf
 from typing import NamedTuple
 
+from zeromesh.apps.plan.choose.fit import lacking
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
 from zeromesh.apps.plan.cost.cost import CostSource, Divided, ModelCost, Recompute, UnitCost
+from zeromesh.apps.plan.machine.calibration import reserved_margin
 from zeromesh.apps.plan.machine.cluster import Machine
 from zeromesh.apps.plan.machine.collective_times import wire
 from zeromesh.apps.plan.machine.rates import Habits, KernelSpeed
+from zeromesh.apps.plan.predict.rank_memory import Moment, memory_of
 from zeromesh.base.saved_tensors import BlockPlan, Saved, SavedPlan
 from zeromesh.base.words import bytes_text
+from zeromesh.config.settings import Settings
 
 MOST_BRANCHES = 20_000
 """Branches after which a search ends with the best choice so far; the bound says how far it may be from the best."""
+
+ROUNDS = 3  # in which a plan takes what is left of a device
 
 BUDGET = "activation_checkpointing.budget_gb"
 
@@ -176,8 +183,9 @@ def choose(costs: SavedCosts, budget: float) -> SavedPlan:
             best, fastest = plan, seconds
     if best is None:
         raise ValueError(
-            f"{BUDGET} = {budget / 1e9:.6g}: no plan needs less than {bytes_text(least)} of activations on a device; "
-            f"set it to {least / 1e9 * 1.000001:.6g} or more, or choose a smaller micro-batch"
+            f"activations may take {budget / 1e9:.6g} GB of a device, and no plan needs less than {bytes_text(least)}: "
+            f"set {BUDGET} to {least / 1e9 * 1.000001:.6g} or more, if the device has it, or choose a smaller "
+            "micro-batch"
         )
     return best
 
@@ -291,23 +299,72 @@ def _planned(unit: UnitCost, block: BlockCost, choice: BlockPlan) -> UnitCost:
     return replace(unit, saved=saved, repeated=repeated, **peaks)
 
 
+def planned_cost(
+    settings: Settings, source: CostSource, sequence: int, layout: ParallelLayout, machine: Machine
+) -> PlannedCost:
+    """Return the cost of a run with the plan that its settings ask for; raise ValueError as ``choose``."""
+    costs = saved_costs(
+        source.at(layout.micro_batch * settings.rows_per_sample, sequence, layout.context), machine, layout
+    )
+    if settings.compile.enabled:
+        costs = replace(costs, link=0.0)  # moves cannot be traced
+    if (gigabytes := settings.activation_checkpointing.budget_gb) is not None:
+        return PlannedCost(source, costs, choose(costs, gigabytes * 1e9))
+
+    def left(of: CostSource, only: bool) -> float:
+        """Return the bytes of a device that a run leaves, or its states alone."""
+        ranks = memory_of(of, sequence, layout, machine)
+        if only:
+            ranks = [replace(rank, timeline=tuple(map(_without_activations, rank.timeline))) for rank in ranks]
+        node = machine.nodes[0][0]
+        sharing = min(node.devices, layout.ranks) if node.device.processor else 1  # ranks of a processor's memory
+        # An allocator reserves more than it is asked for.
+        return -lacking(ranks, layout, machine, 1 / (1 + reserved_margin()))["device"] / sharing
+
+    budget = left(source, only=True)
+    planned = PlannedCost(source, costs, choose(costs, budget))
+    # States and activations are not at their most at the same moment: what is left is given to the plan.
+    for _ in range(ROUNDS):
+        budget += left(planned, only=False)
+        more = PlannedCost(source, costs, choose(costs, budget))
+        if left(more, only=False) < 0:
+            break
+        planned = more
+    return planned
+
+
+def _without_activations(moment: Moment) -> Moment:
+    states = {name: size for name, size in moment.bytes.items() if name not in ("activation", "temporary")}
+    return Moment(moment.label, states)
+
+
+WHY = {
+    Saved.KEEP: "more seconds per byte than what is not kept",
+    Saved.MOVE: "the link has time for it beside the blocks",
+    Saved.RECOMPUTE: "fewer seconds per byte, or too large for the bytes that are left",
+}
+
+
 def explained_plan(costs: SavedCosts, plan: SavedPlan) -> list[str]:
     """Return lines that list the choices of a plan: operator, bytes, seconds, choice, and why."""
-    lines, before = [f"activations at the peak: {bytes_text(costs.peak(plan))}"], None
-    lines.append(f"computed again: {costs.seconds(plan) * 1e3:.3g} ms of each micro-batch")
-    for block, choice in zip(costs.blocks, plan.blocks, strict=True):
-        described = (choice, block.candidates)
-        if described == before:
-            lines.append(f"{block.name}: as the one before")
-            continue
-        before = described
+    moved = f", {bytes_text(costs.moved(plan))} on the host" if costs.moved(plan) else ""
+    lines = [
+        f"activations at the peak: {bytes_text(costs.peak(plan))}{moved}; computed again: "
+        f"{costs.seconds(plan) * 1e3:.3g} ms of each micro-batch"
+    ]
+    pairs = [*zip(costs.blocks, plan.blocks, strict=True)]
+    for _, alike in groupby(pairs, key=lambda pair: (pair[1], pair[0].candidates)):
+        (block, choice), *others = alike
+        name = f"{block.name} to {others[-1][0].name}" if others else block.name
         if choice.keeps_all:
-            lines.append(f"{block.name}: keeps all, {bytes_text(block.everything)}: free before earlier blocks run")
+            lines.append(f"{name}: keeps all {bytes_text(block.everything)}, free when earlier blocks need bytes")
             continue
-        lines.append(f"{block.name}: inputs {bytes_text(block.inputs)}, {choice.inputs.value}")
+        lines.append(f"{name}: inputs of {bytes_text(block.inputs)}: {choice.inputs.value}")
         for item in sorted(block.candidates, key=lambda x: -x.seconds / x.size):
-            chosen = choice.results.get(item.key, Saved.RECOMPUTE)
-            amounts = f"{bytes_text(item.size):>9} {item.seconds * 1e6:9.1f} us"
-            rate = f"{item.seconds / item.size * 1e12:.3g} s per TB"
-            lines.append(f"  {item.key[0]} {item.key[1]:<3} {amounts}  {chosen.value}: {rate}")
+            fate = choice.results.get(item.key, Saved.RECOMPUTE)
+            operator = f"{item.key[0].partition('::')[2]} {item.key[1]}"
+            amounts = (
+                f"{bytes_text(item.size):>9} {item.seconds * 1e6:9.1f} us {1e9 * item.seconds / item.size:9.3g} s/GB"
+            )
+            lines.append(f"  {operator:<40} {amounts}  {fate.value}: {WHY[fate]}")
     return lines

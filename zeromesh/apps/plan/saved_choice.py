@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zeromesh.apps.plan.automatic import example_of
@@ -17,10 +16,6 @@ from zeromesh.comm.environment import Environment
 from zeromesh.engine.initialize.run_plan import Arguments
 
 if TYPE_CHECKING:
-    from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
-    from zeromesh.apps.plan.cost.cost import CostSource
-    from zeromesh.apps.plan.machine.cluster import Machine
-    from zeromesh.apps.plan.saved import PlannedCost
     from zeromesh.config.settings import Settings
 
 _log = logging.getLogger("zeromesh")
@@ -53,6 +48,7 @@ def _plan(chosen: Arguments, settings: Settings, environment: Environment) -> li
     # Imported here: only runs that ask for a plan pay for the planner.
     from zeromesh.apps.plan.choose.layout_documents import layout_from
     from zeromesh.apps.plan.machine.here import cost_here, machine_here
+    from zeromesh.apps.plan.saved import planned_cost
     from zeromesh.apps.train.run_example import run_example
     from zeromesh.apps.train.train_settings import TrainSettings
 
@@ -82,39 +78,3 @@ def _plan(chosen: Arguments, settings: Settings, environment: Environment) -> li
         [cost.name, block.inputs.value, block.keeps_all, [[*key, fate.value] for key, fate in block.results.items()]]
         for cost, block in zip(costs.blocks, blocks, strict=True)
     ]
-
-
-def planned_cost(
-    settings: Settings, source: CostSource, sequence: int, layout: ParallelLayout, machine: Machine
-) -> PlannedCost:
-    """Return the cost of a run with the plan that its settings ask for; raise ValueError as ``choose_saved``."""
-    from zeromesh.apps.plan.saved import PlannedCost, choose, saved_costs
-
-    costs = saved_costs(
-        source.at(layout.micro_batch * settings.rows_per_sample, sequence, layout.context), machine, layout
-    )
-    if settings.compile.enabled:
-        costs = replace(costs, link=0.0)  # moves cannot be traced
-    gigabytes = settings.activation_checkpointing.budget_gb
-    budget = gigabytes * 1e9 if gigabytes is not None else _left(source, sequence, layout, machine)
-    return PlannedCost(source, costs, choose(costs, budget))
-
-
-def _left(source: CostSource, sequence: int, layout: ParallelLayout, machine: Machine) -> float:
-    """Return the bytes of a device that a run's states leave for activations, less the planner's own error."""
-    from zeromesh.apps.plan.choose.fit import lacking
-    from zeromesh.apps.plan.cost.cost import Recompute
-    from zeromesh.apps.plan.predict.rank_memory import Moment, memory_of
-
-    ranks = []
-    for rank in memory_of(source, sequence, replace(layout, recompute=Recompute.NONE), machine):
-        states = (
-            {name: size for name, size in moment.bytes.items() if name not in ("activation", "temporary")}
-            for moment in rank.timeline
-        )
-        ranks.append(replace(rank, timeline=tuple(Moment("states", sizes) for sizes in states)))
-    # Ranks on a processor share its memory.
-    node = machine.nodes[0][0]
-    return -lacking(ranks, layout, machine)["device"] / (
-        min(node.devices, layout.ranks) if node.device.processor else 1
-    )
