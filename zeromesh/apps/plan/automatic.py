@@ -11,7 +11,9 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
 from zeromesh.apps.plan.cost.cost import Recompute
@@ -192,6 +194,18 @@ def example_of(chosen: Arguments) -> tuple[nn.Module, Mapping[str, Any], Callabl
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [name for name, parameter in inspect.signature(model.forward).parameters.items() if parameter.kind in kinds]
     if chosen.loss_fn is not None and len(parts) == 2:
-        labels, loss_fn = parts[1], chosen.loss_fn
-        return model, {names[0]: parts[0]}, lambda output: loss_fn(output, labels)
+        return model, {names[0]: parts[0]}, _loss_without_values(chosen.loss_fn, parts[1])
     return model, dict(zip(names, parts, strict=False)), None
+
+
+def _loss_without_values(loss_fn: Callable[[Any, Any], Any], labels: Any) -> Callable[[Any], Any]:
+    """Return the loss of an output for labels like these, of as many samples as the output has."""
+    from zeromesh.apps.plan.cost.cost_trace import resized, sequence_of
+
+    inputs = {"labels": labels}
+
+    def loss(output: Any) -> Any:
+        rows = next(tensor.shape[0] for tensor in tree_leaves(output) if isinstance(tensor, torch.Tensor))
+        return loss_fn(output, resized(inputs)(rows, sequence_of(inputs))["labels"])
+
+    return loss

@@ -339,9 +339,9 @@ def _without_activations(moment: Moment) -> Moment:
 
 
 WHY = {
-    Saved.KEEP: "more seconds per byte than what is not kept",
-    Saved.MOVE: "the link has time for it beside the blocks",
-    Saved.RECOMPUTE: "fewer seconds per byte, or too large for the bytes that are left",
+    Saved.KEEP: "many seconds for its bytes",
+    Saved.MOVE: "the link has time for it",
+    Saved.RECOMPUTE: "few seconds for its bytes",
 }
 
 
