@@ -11,6 +11,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from models import Parted
 from zeromesh.parallel.activation.activation_store import ActivationStore
 from zeromesh.parallel.activation.checkpoint import checkpoint, checkpoint_modules
+from zeromesh.parallel.activation.selective import GRANULARITIES
 
 
 class Counter(nn.Module):
@@ -52,7 +53,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-WAYS = {"full": {}, "selective": {"selective": True}, "host": {"store": True}}
+WAYS = {"full": {}, "selective": {"plan": GRANULARITIES["selective"]}, "host": {"store": True}}
 
 
 def train(kind: str, way: str | None, repeat: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -63,7 +64,7 @@ def train(kind: str, way: str | None, repeat: bool) -> tuple[list[Tensor], dict[
         store = ActivationStore(torch.device("cpu"), host=True) if "store" in WAYS[way] else None
         if store is not None:
             store.least = 0
-        checkpoint_modules(model, store, "selective" in WAYS[way])
+        checkpoint_modules(model, store, WAYS[way].get("plan"))
     x = torch.randn(2, 5, 6, dtype=torch.float64)
     model.eval()(x[0]).sum().backward()
     model.train().zero_grad()

@@ -13,6 +13,7 @@ from huggingface_models import MODELS
 from zeromesh.checkpointing import checkpoint
 from zeromesh.parallel.activation.checkpoint import checkpoint_modules, compile_forward
 from zeromesh.parallel.activation.choices import add_router, chooses, keep_choices, same_choice, with_choices
+from zeromesh.parallel.activation.selective import GRANULARITIES
 
 
 class Mixture(nn.Module):
@@ -56,7 +57,7 @@ def gradients(way: str, recompute: str, backend: str = "") -> tuple[list[Tensor]
     for block in blocks:
         add_router(block)
     if recompute in ("full", "selective"):
-        checkpoint_modules(blocks, selective=recompute == "selective")
+        checkpoint_modules(blocks, plan=GRANULARITIES[recompute])
     for block in blocks if backend else ():
         compile_forward(block, backend=backend)
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -12,6 +12,7 @@ import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS
 from zeromesh.parallel.activation.checkpoint import checkpoint_modules, compile_forward
+from zeromesh.parallel.activation.selective import GRANULARITIES
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
@@ -70,7 +71,7 @@ def gradients(granularity: str, backend: str | None) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(3)))
     if granularity:
-        checkpoint_modules(model, selective=granularity == "selective")
+        checkpoint_modules(model, plan=GRANULARITIES[granularity])
     for block in model if backend else ():
         compile_forward(block, backend=backend)
     model(torch.randn(4, 16, generator=torch.Generator().manual_seed(1))).square().mean().backward()
@@ -98,7 +99,7 @@ def test_products_are_computed_once_and_the_rest_twice() -> None:
     for granularity in ("", "selective", "full"):
         block = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
         if granularity:
-            checkpoint_modules([block], selective=granularity == "selective")
+            checkpoint_modules([block], plan=GRANULARITIES[granularity])
         with Counting() as counting:
             block(torch.randn(4, 16)).square().mean().backward()
         found[granularity] = counting.calls["addmm"], counting.calls["gelu"]

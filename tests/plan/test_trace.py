@@ -19,6 +19,7 @@ from zeromesh.apps.train.architectures.decoder import Decoder
 from zeromesh.apps.train.train_settings import ModelShape
 from zeromesh.base.operation_counts import Operations
 from zeromesh.parallel.activation.checkpoint import checkpoint_modules
+from zeromesh.parallel.activation.selective import GRANULARITIES
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 101}
 TINY = {**SIZES, "intermediate_size": 128}
@@ -192,7 +193,7 @@ def test_checkpointed_blocks_keep_their_inputs_and_what_the_policy_says(policy: 
     model, inputs = made("gpt")
     cost, given = on_cpu(model, inputs).at(4, 32), real(inputs, 4, 32)
     blocks = [module for name, module in model.named_modules() if name in {u.name for u in cost.units if u.block}]
-    checkpoint_modules(blocks, selective=policy is Recompute.PRODUCTS)
+    checkpoint_modules(blocks, plan=GRANULARITIES["selective" if policy is Recompute.PRODUCTS else "full"])
     loss_of(model, given)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         loss = loss_of(model, given)

@@ -19,6 +19,7 @@ from zeromesh.base import quantized_layers as quantized
 from zeromesh.base.dtypes import dtypes, kept_layers
 from zeromesh.base.keras_layers import follow_buffers, separate_seeds
 from zeromesh.base.piece import Piece
+from zeromesh.base.saved_tensors import BlockPlan, Saved
 from zeromesh.base.substitution import is_linear
 from zeromesh.checkpoint.random_state import share_random_state
 from zeromesh.comm.agreement import agree_run, agree_success, catch
@@ -289,19 +290,34 @@ class Placing:
     def recompute(self) -> None:
         """Recompute activations of the configured modules in the backward."""
         from zeromesh.parallel.activation.checkpoint import checkpoint_modules
+        from zeromesh.parallel.activation.selective import GRANULARITIES
 
-        settings, mesh = self.plan.settings, self.plan.mesh
+        settings, mesh, plans = self.plan.settings, self.plan.mesh, self.plan.saved
         chosen, group = settings.activation_checkpointing, mesh.group("tensor")
         # Where the sequence is split over these ranks, each has a part of the inputs anyway.
         partitions = chosen.partition_activations and group.size > 1 and not settings.tensor_parallel.sequence
-        if chosen.cpu_checkpointing or partitions:
+        if plans is None:
+            inputs = Saved.MOVE if chosen.cpu_checkpointing or partitions else Saved.KEEP
+            row = BlockPlan(inputs, keeps=GRANULARITIES[chosen.granularity].keeps)
+            units = find_units(self.plan.model, chosen.targets or settings.units)
+            # A leaf has nothing inside that would be kept; recomputing it only costs time.
+            inner = (name for name, module in units if chosen.targets or next(module.children(), None) is not None)
+            plans = dict.fromkeys(inner, row)
+        elif settings.compile.enabled and any(plan.moves and plan.results for plan in plans.values()):
+            raise ValueError(
+                "a plan of saved tensors moves results, or inputs beside kept results, to the host, which cannot be "
+                "compiled; plan without moves, or set compile.enabled to false"
+            )
+        if any(plan.moves for plan in plans.values()):
             from zeromesh.parallel.activation.activation_store import ActivationStore
 
-            self.activations = ActivationStore(mesh.device, chosen.cpu_checkpointing, group if partitions else None)
-        units = find_units(self.plan.model, chosen.targets or settings.units)
-        # A leaf has nothing inside that would be kept; recomputing it only costs time.
-        inner = (module for _, module in units if chosen.targets or next(module.children(), None) is not None)
-        checkpoint_modules(inner, self.activations, chosen.granularity == "selective")
+            host = chosen.cpu_checkpointing or not partitions
+            self.activations = ActivationStore(mesh.device, host, group if partitions else None)
+        for name, module in self.plan.model.named_modules():
+            # Layers of other stages have no parameters here.
+            if name in plans and next(module.parameters(), None) is not None:
+                plan = plans[name]
+                checkpoint_modules([module], self.activations if plan.moves else None, plan)
 
     def compile(self) -> None:
         """Compile the forward of each unit."""

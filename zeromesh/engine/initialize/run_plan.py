@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh.base.placement import Placement
+from zeromesh.base.saved_tensors import BlockPlan
 from zeromesh.comm.collectives import Group
 from zeromesh.comm.mesh import Mesh
 from zeromesh.engine.initialize.model_layout import Split
@@ -19,7 +20,6 @@ from zeromesh.engine.reports import Before
 
 if TYPE_CHECKING:
     from zeromesh.base.loader import Loader
-    from zeromesh.base.saved_tensors import BlockPlan
     from zeromesh.config.settings import Resolved, Settings
     from zeromesh.engine.observe.monitors import Monitor
     from zeromesh.engine.pipelined import Pipelined
@@ -70,7 +70,7 @@ class Plan:
     optimizer: Optimizer | None  # the user's; the configuration's is made after the model is placed
     scheduler: Any  # of the user's optimizer, or the one that was passed
     offload: Offload
-    saved: Mapping[str, BlockPlan] | None = None  # of the planner, by names of blocks, where the settings leave it that
+    saved: Mapping[str, BlockPlan] | None = None  # of blocks by name; others keep all; None: as the settings say
 
     @property
     def model(self) -> nn.Module:

@@ -6,7 +6,8 @@ partitioned, and may be offloaded); Ren et al., "ZeRO-Offload", 2021.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakValueDictionary, finalize, ref
@@ -65,10 +66,10 @@ class ActivationStore:
         self.pool = HostPool(pinned=device.type != "cpu") if host else None
         self.group = group  # the ranks that keep one part of equal inputs each; None: each rank keeps all
         self.stream = torch.Stream(device) if host and device.type != "cpu" else None
-        self._known: WeakValueDictionary[Any, _Kept] = WeakValueDictionary()
+        self._known: WeakValueDictionary[Any, KeptTensor] = WeakValueDictionary()
         self._seen: set[int] = set()
-        self._last: ref[_Inputs] | None = None
-        self._prefetched: list[ref[_Kept]] = []
+        self._last: ref[Visit] | None = None
+        self._prefetched: list[ref[KeptTensor]] = []
         self._task = -1
         self._differs: list[Tensor] = []
 
@@ -76,23 +77,15 @@ class ActivationStore:
         # A copy of the model, or one that is saved, has no store: its inputs stay where they are.
         return type(None), ()
 
-    def keep(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Callable[..., Any], list[Tensor]]:
-        """Return the function to checkpoint in place of ``forward(*args, **kwargs)``, and its tensors."""
-        # What waits elsewhere is taken out of the arguments: autograd keeps only the others, and checks that nobody
-        # changed them in place. A copy has what the tensor held when the block was called, whatever becomes of it.
-        tensors = tensors_of((args, kwargs))
-        movable = [self._moves(tensor) for tensor in tensors]
+    def visit(self, forward: Callable[..., Any]) -> Visit:
+        """Return a place for what a call of a block's forward leaves until the backward."""
         if id(forward) in self._seen:  # another pass begins
             self._seen, self._last = set(), None
             self._known.clear()
         self._seen.add(id(forward))
-        inputs = _Inputs(self, forward, args, kwargs, movable)
-        self._last = ref(inputs)
-        # Of no elements: torch keeps the random states of the devices of what it is given.
-        here = torch.empty(0, device=self.device)
-        return inputs, [here, *(tensor for tensor, moves in zip(tensors, movable, strict=True) if not moves)]
+        visit = Visit(self, self._last)
+        self._last = ref(visit)
+        return visit
 
     @staticmethod
     def active() -> bool:
@@ -100,46 +93,54 @@ class ActivationStore:
         # Inside of another block whose inputs are kept, only the outermost one keeps any.
         return torch.is_grad_enabled() and not _inside.get() and not torch.compiler.is_compiling()
 
-    def _moves(self, tensor: Tensor) -> bool:
-        """Return whether it waits elsewhere."""
+    def moves_input(self, tensor: Tensor) -> bool:
+        """Return whether an input of a block waits elsewhere."""
+        return (
+            tensor.nbytes >= max(1, self.least)
+            and (tensor.is_floating_point() or tensor.is_complex())  # others, as masks and token ids, are small
+            # Parameters are there anyway, or fetched by their unit.
+            and not isinstance(tensor._base, nn.Parameter)
+            and self.movable(tensor)
+        )
+
+    def movable(self, tensor: Tensor) -> bool:
+        """Return whether a tensor can wait elsewhere."""
         return (
             type(tensor) is Tensor  # a subclass may hold more than its elements
-            and tensor.nbytes >= max(1, self.least)
+            and tensor.nbytes > 0
             and tensor.device.type == self.device.type
-            and (tensor.is_floating_point() or tensor.is_complex())  # others, as masks and token ids, are small
-            # Parameters are there anyway, or fetched by their unit; of inference tensors torch counts no versions.
-            and not (isinstance(tensor._base, nn.Parameter) or tensor.is_inference())
+            and not tensor.is_inference()  # torch counts no versions of these
             # These two are views whose elements are not what their memory holds.
             and not (tensor.is_conj() or tensor.is_neg())
             and _is_dense(tensor)
         )
 
-    def put(self, tensor: Tensor) -> _Kept:
+    def put(self, tensor: Tensor) -> KeptTensor:
         """Keep a tensor; the same one, unchanged since another block was given it, is kept once."""
         storage = StorageWeakRef(tensor.untyped_storage())
         key = (storage.cdata, tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         entry = self._known.get(key)
         if entry is None:
-            self._known[key] = entry = _Kept(self, tensor, storage)
+            self._known[key] = entry = KeptTensor(self, tensor, storage)
         return entry
 
     def begin_backward(self) -> None:
-        """Note that inputs are asked for, and listen for the end of the backward."""
+        """Note that tensors are asked for, and listen for the end of the backward."""
         self._known.clear()  # an update may follow
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._task):
             self._task, self._differs = task, []
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-    def prefetch(self, inputs: _Inputs | None) -> None:
-        """Start to bring a block's inputs back; those of another that nobody took are dropped."""
-        wanted = [] if inputs is None else inputs.kept
+    def prefetch(self, visit: Visit | None, beside: Visit | None = None) -> None:
+        """Start to bring back what a visit left; of others but ``beside``, what nobody took is dropped."""
+        wanted, others = ([] if one is None else one.entries for one in (visit, beside))
         for entry in filter(None, (reference() for reference in self._prefetched)):
-            if not any(entry is other for other in wanted):
+            if not any(entry is other for other in (*wanted, *others)):
                 entry.drop()
         for entry in wanted:
             entry.start()
-        self._prefetched = [ref(entry) for entry in wanted]
+        self._prefetched = [ref(entry) for entry in (*wanted, *others)]
 
     def compare(self, gathered: Tensor, checksum: Tensor) -> None:
         """Note whether what was gathered is what this rank was given."""
@@ -163,7 +164,7 @@ class ActivationStore:
             )
 
 
-class _Kept:
+class KeptTensor:
     """A tensor that waits elsewhere."""
 
     def __init__(self, store: ActivationStore, tensor: Tensor, storage: StorageWeakRef) -> None:
@@ -240,25 +241,52 @@ class _Kept:
         return part.as_strided(self._size, self._stride)
 
 
+class Visit:
+    """A call of a block, and the tensors that it leaves in a store until the backward."""
+
+    def __init__(self, store: ActivationStore, before: ref[Visit] | None) -> None:
+        self.store, self._before = store, before
+        self.entries: list[KeptTensor] = []
+
+    def put(self, tensor: Tensor) -> KeptTensor:
+        """Leave a tensor, which the store has to find movable."""
+        entry = self.store.put(tensor)
+        self.entries.append(entry)
+        return entry
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Bring back what was left here; behind the context, what the block before left, whose backward is next."""
+        self.store.begin_backward()
+        self.store.prefetch(self)
+        yield
+        self.store.prefetch(None if self._before is None else self._before(), beside=self)
+
+    def keep_inputs(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Callable[..., Any], list[Tensor]]:
+        """Return the function to checkpoint in place of ``forward(*args, **kwargs)``, and its tensors."""
+        # What waits elsewhere is taken out of the arguments: autograd keeps only the others, and checks that nobody
+        # changed them in place. A copy has what the tensor held when the block was called, whatever becomes of it.
+        staying = [tensor for tensor in tensors_of((args, kwargs)) if not self.store.moves_input(tensor)]
+        # Of no elements: torch keeps the random states of the devices of what it is given.
+        here = torch.empty(0, device=self.store.device)
+        return _Inputs(self, forward, args, kwargs), [here, *staying]
+
+
 class _Inputs:
     """A block's forward with the inputs that wait elsewhere."""
 
     def __init__(
-        self,
-        store: ActivationStore,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        movable: list[bool],
+        self, visit: Visit, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self._store, self._forward = store, forward
+        self._visit, self._forward = visit, forward
         self._called_with: tuple[Any, Any] | None = (args, kwargs)  # for the first call, which computes with them
-        self._before = store._last
         places: list[Tensor] = []
-        entries: list[_Kept | None] = []
+        entries: list[KeptTensor | None] = []
 
         def take(tensor: Tensor) -> Tensor:
-            entries.append(store.put(tensor) if movable[len(entries)] else None)
+            entries.append(visit.put(tensor) if visit.store.moves_input(tensor) else None)
             self._grads.append(tensor.requires_grad)
             # A placeholder in the containers, so that the tensor itself can be freed.
             places.append(torch.empty(0, device="cpu"))
@@ -268,10 +296,6 @@ class _Inputs:
         self._tree = map_tensors((args, kwargs), take)
         self._places = {id(place): n for n, place in enumerate(places)}
         self._kept = entries
-
-    @property
-    def kept(self) -> list[_Kept]:
-        return [entry for entry in self._kept if entry is not None]
 
     def __call__(self, _: Tensor, *staying: Tensor) -> Any:
         called_with, self._called_with = self._called_with, None
@@ -285,11 +309,9 @@ class _Inputs:
 
     def _restored(self, staying: tuple[Tensor, ...]) -> tuple[Any, Any]:
         rest = iter(staying)
-        with torch.no_grad():
-            self._store.begin_backward()
+        with torch.no_grad(), self._visit.in_backward():
             # In the order of the arguments, which is the same on all ranks.
             values = [next(rest) if entry is None else entry.fetch() for entry in self._kept]
-            self._store.prefetch(self._before() if self._before is not None else None)
         for value, entry, grad in zip(values, self._kept, self._grads, strict=True):
             if entry is not None:
                 value.requires_grad_(grad)

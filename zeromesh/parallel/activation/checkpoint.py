@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
+from zeromesh.base.saved_tensors import BlockPlan, Saved
 from zeromesh.parallel.activation.choices import chooses, with_choices
 from zeromesh.parallel.activation.repeat import Repeatable, modules_of
 
@@ -30,67 +31,82 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         *args: its arguments.
         **kwargs: its keyword arguments.
     """
-    return _checkpoint(function, modules_of(function), False, *args, **kwargs)
+    return _checkpoint(None, function, modules_of(function), _Row(BlockPlan()), args, kwargs)
 
 
-def _checkpoint(
-    function: Callable[..., Any], modules: Sequence[nn.Module], selective: bool, /, *args: Any, **kwargs: Any
-) -> Any:
-    if not torch.is_grad_enabled():
-        return function(*args, **kwargs)
-    # Imported here: it loads parts of torch that a run without checkpointing does not need.
-    from torch.utils.checkpoint import checkpoint as torch_checkpoint
-
-    if selective:
-        from zeromesh.parallel.activation.selective import contexts
-
-        kwargs["context_fn"] = contexts
-    if chooses(modules):
-        kwargs["context_fn"] = partial(with_choices, modules, kwargs.get("context_fn"))
-    if any(isinstance(module, nn.RReLU) for module in modules):
-        # It keeps its random slopes before it has drawn them; a recomputation that stops there never draws them.
-        kwargs["early_stop"] = False
-    # Without reentrant autograd, which keeps hooks, keyword arguments and random states right.
-    return torch_checkpoint(Repeatable(function, modules), *args, use_reentrant=False, **kwargs)
-
-
-def checkpoint_with(
-    store: ActivationStore | None, function: Callable[..., Any], /, *args: Any, selective: bool = False, **kwargs: Any
-) -> Any:
+def checkpoint_with(store: ActivationStore | None, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Checkpoint a call, as ``checkpoint``.
 
     Args:
         store: where its inputs wait; None: where they are.
         function: as for ``checkpoint``.
         *args: its arguments.
-        selective: keep results of matrix products and attention, too, so that only cheap operators run again.
         **kwargs: its keyword arguments.
     """
-    return _keep_inputs(store, function, modules_of(function), selective, args, kwargs)
+    return _checkpoint(store, function, modules_of(function), _Row(BlockPlan(inputs=Saved.MOVE)), args, kwargs)
 
 
-def _keep_inputs(
+class _Row(NamedTuple):
+    """Plan of a block, and its contexts for torch's compiler, which cannot trace how they are made."""
+
+    plan: BlockPlan
+    compiled: Callable[[], tuple[Any, Any]] | None = None  # None: no results are kept
+
+
+def _checkpoint(
     store: ActivationStore | None,
     function: Callable[..., Any],
     modules: Sequence[nn.Module],
-    selective: bool,
+    row: _Row,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    if store is None or not store.active():
-        return _checkpoint(function, modules, selective, *args, **kwargs)
-    function, tensors = store.keep(function, args, kwargs)
-    del args, kwargs  # which would hold the inputs while the block computes
-    return _checkpoint(function, modules, selective, *tensors)
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    # Imported here: it loads parts of torch that a run without checkpointing does not need.
+    from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+    visit = store.visit(function) if store is not None and store.active() else None
+    options: dict[str, Any] = {"use_reentrant": False}
+    if row.compiled is not None:
+        if torch.compiler.is_compiling():
+            options["context_fn"] = row.compiled
+        else:
+            from zeromesh.parallel.activation.selective import BlockResults
+
+            results = BlockResults(row.plan, type(modules[0]).__name__, visit)
+            function, options["context_fn"] = partial(results.run, function), results.contexts
+    if visit is not None and row.plan.inputs is Saved.MOVE:
+        function, tensors = visit.keep_inputs(function, args, kwargs)
+        args, kwargs = tuple(tensors), {}  # the others would be held while the block computes
+    if chooses(modules):
+        options["context_fn"] = partial(with_choices, modules, options.get("context_fn"))
+    if any(isinstance(module, nn.RReLU) for module in modules):
+        # It keeps its random slopes before it has drawn them; a recomputation that stops there never draws them.
+        options["early_stop"] = False
+    # Without reentrant autograd, which keeps hooks, keyword arguments and random states right.
+    return torch_checkpoint(Repeatable(function, modules), *args, **kwargs, **options)
 
 
 def checkpoint_modules(
-    modules: Iterable[nn.Module], store: ActivationStore | None = None, selective: bool = False
+    modules: Iterable[nn.Module], store: ActivationStore | None = None, plan: BlockPlan | None = None
 ) -> None:
-    """Checkpoint the forward of each module, in place; see ``checkpoint_with``."""
+    """Checkpoint the forward of each module, in place.
+
+    Args:
+        modules: each is a block.
+        store: where the plan moves tensors to; None: they stay where they are.
+        plan: of each of these modules; None: of their inputs alone, which stay, or go where there is a store.
+    """
+    plan = plan or BlockPlan(inputs=Saved.KEEP if store is None else Saved.MOVE)
+    compiled = None
+    if plan.results or plan.keeps is not None:
+        from zeromesh.parallel.activation.selective import compiled_contexts
+
+        compiled = compiled_contexts(plan)
     # Their forward and not they themselves: their hooks run around it, once.
-    for module in modules:
-        module.forward = partial(_without_cache, module.forward, store, selective, module)
+    for module in () if plan.keeps_all else modules:
+        module.forward = partial(_without_cache, module.forward, store, _Row(plan, compiled), module)
 
 
 def compile_forward(module: nn.Module, **options: Any) -> None:
@@ -109,7 +125,7 @@ def compile_forward(module: nn.Module, **options: Any) -> None:
 def _without_cache(
     forward: Callable[..., Any],
     store: ActivationStore | None,
-    selective: bool,
+    row: _Row,
     module: nn.Module,
     /,
     *args: Any,
@@ -122,7 +138,7 @@ def _without_cache(
         kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
         kwargs |= {"use_cache": False} if kwargs.get("use_cache") else {}
     # The module's own forward may have been replaced by a function that does not show it.
-    return _keep_inputs(store, forward, list(module.modules()), selective, args, kwargs)
+    return _checkpoint(store, forward, list(module.modules()), row, args, kwargs)
 
 
 def _is_cache(value: Any) -> bool:

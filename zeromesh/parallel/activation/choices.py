@@ -124,7 +124,7 @@ def _name(operator: Any) -> str:
     return str(operator._schema.name).rpartition("::")[2]
 
 
-def _chosen(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def is_choice(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return whether an operator's result is a choice."""
     if kwargs.get("generator") is not None:
         return True  # torch restores the states of its own generators alone
@@ -159,7 +159,7 @@ class _First(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        return self._choose(func, args, kwargs) if _chosen(func, args, kwargs) else func(*args, **kwargs)
+        return self._choose(func, args, kwargs) if is_choice(func, args, kwargs) else func(*args, **kwargs)
 
     def _choose(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         result = func(*args, **kwargs)

@@ -1,15 +1,28 @@
-"""Selective recomputation: results of matrix products and of attention stay, and the rest is computed again.
+"""Results that a checkpointed block keeps, or moves to the host, so that its recomputation takes them as they were.
 
-Source: ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
+Sources: ``torch.utils.checkpoint.create_selective_checkpoint_contexts``; Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models", 2022.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache
-from typing import Any
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Any, NamedTuple
 
-from torch.utils.checkpoint import _CachedTorchDispatchMode, create_selective_checkpoint_contexts
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from zeromesh.base.saved_tensors import BlockPlan, Saved
+from zeromesh.parallel.activation.activation_store import KeptTensor, Visit
+from zeromesh.parallel.activation.choices import is_choice
+
+_log = logging.getLogger("zeromesh")
 
 PRODUCTS = {"mm", "addmm", "convolution", "_grouped_mm", "_scaled_mm"}
 ATTENTION = ("_scaled_dot_product", "_flash_attention_forward", "_efficient_attention_forward")
@@ -19,12 +32,6 @@ Batched products are not among them: most are scores of attention, whose size is
 """
 
 
-def contexts() -> tuple[Any, Any]:
-    """Return the contexts of a forward and of its recomputation, for ``torch.utils.checkpoint.checkpoint``."""
-    forward, again = create_selective_checkpoint_contexts(_is_kept)
-    return forward, _Replay(None, again.storage)
-
-
 @cache
 def keeps_result(operator: Any) -> bool:
     """Return whether the results of an operator of torch's are kept."""
@@ -32,20 +39,194 @@ def keeps_result(operator: Any) -> bool:
     return name in PRODUCTS or name.startswith(ATTENTION)
 
 
-def _is_kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
-    return keeps_result(operator)
+GRANULARITIES = {"full": BlockPlan(), "selective": BlockPlan(keeps=keeps_result)}
+"""Plans by ``activation_checkpointing.granularity``: the rest is computed again."""
 
 
-class _Replay(_CachedTorchDispatchMode):
-    """Recomputation that takes kept results."""
+class BlockResults:
+    """Results of one call of a block that wait for its recomputation.
+
+    Args:
+        plan: of the block.
+        name: of the block's class, for the log.
+        visit: of the store that moved results wait in; None: they are kept.
+    """
+
+    def __init__(self, plan: BlockPlan, name: str, visit: Visit | None = None) -> None:
+        self.counts = False  # whether the block's own operators run, and not what is around them
+        self._plan, self._name, self._visit = plan, name, visit
+        self._noted: dict[tuple[str, int], _Noted] = {}
+        self._numbers: Counter[str] = Counter()  # of calls, by operator
+        self._trail = 0  # hash of all operators so far, in their order
+        self._again = False
+
+    def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+        """Return the contexts of a forward and of its recomputation, for ``torch.utils.checkpoint.checkpoint``."""
+        return _Numbered(self, self._note), _Numbered(self, self._take)
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the block's function: in the first context, and then in the other."""
+        self._numbers, self._trail, self.counts = Counter(), 0, True
+        if self._again and self._visit is not None and self._plan.inputs is not Saved.MOVE:  # otherwise it has begun
+            with self._visit.in_backward():
+                pass
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.counts = False
+            if self._again:  # what lies behind the last tensor that the backward needs
+                self._noted = {key: noted for key, noted in self._noted.items() if noted.fate is Saved.MOVE}
+            else:
+                self._again = True
+                self._tell_missing()
+
+    def dispatch(self, how: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Number an operator, and return its result."""
+        name = func._schema.name
+        key, mark = (name, self._numbers[name]), self._trail
+        self._numbers[name] += 1
+        self._trail = hash((mark, name))
+        fate = self._plan.fate(func, key[1])
+        if fate is Saved.RECOMPUTE or func._schema.is_mutable or is_choice(func, args, kwargs):
+            return func(*args, **kwargs)
+        # Products are the model's alone. Others may be the engine's, too, which need not run both times.
+        return how(key, 0 if self._plan.keeps is not None else mark, fate, partial(func, *args, **kwargs))
+
+    def _note(self, key: tuple[str, int], mark: int, fate: Saved, call: partial[Any]) -> Any:
+        generator = _Generator.of(call)
+        result = call()
+        after = None if generator is None else generator.moved()
+        moves = fate is Saved.MOVE and self._visit is not None
+        values = tree_map(partial(self._wait, moves), result)
+        self._noted[key] = _Noted(Saved.MOVE if moves else Saved.KEEP, values, mark, after)
+        return result
+
+    def _wait(self, moves: bool, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if moves and self._visit is not None and self._visit.store.movable(value):
+            return self._visit.put(value)
+        # Without its graph, and with the count of versions that it has.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            return _Here(value.detach(), value._version)
+
+    def _take(self, key: tuple[str, int], mark: int, fate: Saved, call: partial[Any]) -> Any:
+        noted = self._noted.get(key)
+        if noted is None or noted.mark != mark:
+            return call()
+        if noted.fate is Saved.KEEP:
+            del self._noted[key]  # who needs it from here on keeps it
+        waiting = tree_leaves(noted.values)
+        # An operator such as an in-place ReLU may have changed what was kept: it is computed again.
+        if any(isinstance(x, _Here) and x.value._version != x.version for x in waiting):
+            return call()
+        if noted.after is not None:
+            noted.after.set()
+        return tree_map(lambda x: x.fetch() if isinstance(x, _Here | KeptTensor) else x, noted.values)
+
+    def _tell_missing(self) -> None:
+        missing = [name for name, number in self._plan.results if number >= self._numbers[name]]
+        if missing and not _told:
+            _told.append(self._name)
+            _log.warning(
+                "the plan of activation_checkpointing names operators that %s does not call, as %s: its recomputation "
+                "computes again what the plan would have kept; plan for inputs of the shapes that are trained on",
+                self._name,
+                missing[0],
+            )
+
+
+_told: list[str] = []
+
+
+class _Here:
+    """A result that stays where it is."""
+
+    def __init__(self, value: Tensor, version: int) -> None:
+        self.value, self.version = value, version
+
+    def fetch(self) -> Tensor:
+        return self.value
+
+
+class _Noted(NamedTuple):
+    """Result of one operator."""
+
+    fate: Saved
+    values: Any  # with ``_Here`` and ``KeptTensor`` in place of tensors
+    mark: int  # of the operators before
+    after: _Generator | None  # behind it, where it drew random numbers
+
+
+class _Generator:
+    """State of a device's default generator of random numbers, as it is now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module: Any = torch.random if device.type == "cpu" else torch.get_device_module(device)
+        self._at = () if device.type == "cpu" else (device,)
+        self._state = self._module.get_rng_state(*self._at)
+        self._device = device
+
+    @classmethod
+    def of(cls, call: partial[Any]) -> _Generator | None:
+        """Return the one that an operator may draw from, if any."""
+        if torch.Tag.nondeterministic_seeded not in call.func.tags:  # type: ignore[attr-defined]
+            return None
+        device = next((x.device for x in tree_leaves((call.args, call.keywords)) if isinstance(x, Tensor)), None)
+        device = torch.device(call.keywords.get("device") or "cpu") if device is None else device
+        return None if device.type == "meta" else cls(device)
+
+    def moved(self) -> _Generator | None:
+        """Return the state of now if it is another one; it is the same behind attention without dropout."""
+        now = _Generator(self._device)
+        return None if torch.equal(now._state, self._state) else now
+
+    def set(self) -> None:
+        """Let the generator go on from here."""
+        self._module.set_rng_state(self._state, *self._at)
+
+
+class _Numbered(TorchDispatchMode):
+    """Context in which a block's operators are numbered."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run as it is: its results are computed again."""
+        return True
+
+    def __init__(self, results: BlockResults, how: Callable[..., Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._results, self._how = results, how
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        try:
-            return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            # An operator such as an in-place ReLU changed what was kept: the product is computed again.
-            if "has been mutated" not in str(error):
-                raise
-            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        # Views have no memory of their own; operators of higher order have no schema.
+        if not self._results.counts or not isinstance(func, torch._ops.OpOverload) or func.is_view:
+            return func(*args, **kwargs)
+        return self._results.dispatch(self._how, func, args, kwargs)
+
+
+def compiled_contexts(plan: BlockPlan) -> Callable[[], tuple[Any, Any]]:
+    """Return the function that gives the contexts in which torch's compiler traces a block: as ``contexts`` there.
+
+    Moved results are kept.
+    """
+
+    def contexts() -> tuple[Any, Any]:
+        numbers: Counter[tuple[bool, str]] = Counter()
+
+        def is_kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
+            if not isinstance(operator, torch._ops.OpOverload) or operator.is_view:
+                return False
+            key = context.is_recompute, operator._schema.name
+            numbers[key] += 1
+            return plan.fate(operator, numbers[key] - 1) is not Saved.RECOMPUTE
+
+        pair: tuple[Any, Any] = create_selective_checkpoint_contexts(is_kept)
+        return pair
+
+    return contexts
