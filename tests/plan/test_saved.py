@@ -1,15 +1,11 @@
 """Plans of saved tensors are the best under their budget, and need the bytes that they say."""
 
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from live_storages import LiveStorages
 from zeromesh.apps.plan.cost.cost_trace import TracedCost
 from zeromesh.apps.plan.cost.passes import TraceOptions
 from zeromesh.apps.plan.machine.presets import cluster
@@ -80,48 +76,3 @@ def test_budget_below_every_plan_names_the_smallest(costs: SavedCosts) -> None:
         choose(costs, 1000.0)
     least = float(str(caught.value).partition("budget_gb to ")[2].partition(" ")[0]) * 1e9
     assert costs.peak(choose(costs, least)) <= least
-
-
-def measured(plan: SavedPlan) -> int:
-    """Return the peak of a forward and backward with torch's own checkpoints, without gradients of parameters."""
-    model = decoder()
-    for block, choice in zip(model.blocks, plan.blocks, strict=True):
-        if not choice.keeps_all:
-            block.forward = checkpointed(block.forward, choice)
-    live = LiveStorages()
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
-    with live:
-        output = model(**inputs())
-        output = output if isinstance(output, Tensor) else next(iter(tree_leaves(output)))
-        torch.autograd.backward(output, torch.empty_like(output))
-    return live.peak
-
-
-def checkpointed(forward: Any, choice: BlockPlan) -> Any:
-    def contexts() -> Any:
-        counts: dict[tuple[bool, str], int] = {}
-
-        def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            key = context.is_recompute, func._schema.name
-            number = counts[key] = counts.get(key, -1) + 1
-            kept = choice.results.get((key[1], number)) is Saved.KEEP
-            return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-        return create_selective_checkpoint_contexts(policy)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-    return call
-
-
-@pytest.mark.parametrize("share", [None, 0.0, 0.15, 0.3, 0.5, 0.75, 1.0])
-def test_predicted_peak_is_measured(costs: SavedCosts, share: float | None) -> None:
-    device_only = SavedCosts(costs.blocks, costs.before, costs.after)
-    full, none = (SavedPlan((plan,) * LAYERS) for plan in (BlockPlan(), BlockPlan(keeps_all=True)))
-    low, high = device_only.peak(full), device_only.peak(none)
-    plan = full if share is None else choose(device_only, low + share * (high - low))
-    # Gradients of parameters, which the prediction leaves out, are here for a moment.
-    gradient = 4 * 64 * 256
-    assert abs(measured(plan) - device_only.peak(plan)) <= 0.02 * device_only.peak(plan) + gradient

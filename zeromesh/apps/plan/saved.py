@@ -27,7 +27,7 @@ from zeromesh.base.saved_tensors import BlockPlan, Saved, SavedPlan
 from zeromesh.base.words import bytes_text
 from zeromesh.config.settings import Settings
 
-MOST_BRANCHES = 20_000
+MOST_BRANCHES = 5_000
 """Branches after which a search ends with the best choice so far; the bound says how far it may be from the best."""
 
 ROUNDS = 3  # in which a plan takes what is left of a device
@@ -62,7 +62,7 @@ class BlockCost:
     backward: float  # seconds, without a recomputation
     transient: float  # bytes beyond, at most, in its passes
     candidates: tuple[Candidate, ...]
-    unsaved: Mapping[tuple[str, int], float]  # bytes of results that autograd does not keep itself
+    results: tuple[tuple[tuple[str, int], float, float], ...]  # by operator: bytes that autograd keeps, and others
 
     def held(self, plan: BlockPlan) -> float:
         """Return the bytes that stay on the device between its forward and its backward."""
@@ -79,8 +79,13 @@ class BlockCost:
         return moved_bytes + (self.inputs if plan.inputs is Saved.MOVE else 0.0)
 
     def beyond(self, plan: BlockPlan) -> float:
-        """Return the bytes of kept and moved results that its backward has beside what autograd keeps."""
-        return 0.0 if plan.keeps_all else sum(size for key, size in self.unsaved.items() if key in plan.results)
+        """Return the bytes of its recomputation beyond all that autograd keeps."""
+        # Results that autograd does not keep are let go of when the recomputation has taken them.
+        most = ahead = 0.0
+        for key, saved, unsaved in () if plan.keeps_all else reversed(self.results):
+            ahead += unsaved if key in plan.results else -saved
+            most = max(most, ahead)
+        return most
 
     def at_work(self, plan: BlockPlan) -> float:
         """Return the most bytes in its backward, when all that it needs is there again."""
@@ -160,11 +165,12 @@ def _block(speed: KernelSpeed, unit: UnitCost) -> BlockCost:
         for call, each in zip(unit.calls, seconds, strict=True)
         if call.keepable and (size := call.size.on(tensor, sequence)) and each > 0
     )
-    unsaved = {call.key: size for call in unit.calls if (size := call.unsaved.on(tensor, sequence)) > 0}
+    amounts = ((call.key, call.size.on(tensor, sequence), call.unsaved.on(tensor, sequence)) for call in unit.calls)
+    results = tuple((key, size - unsaved, unsaved) for key, size, unsaved in amounts)
     inputs, everything = (unit.saved[policy].on(tensor, sequence) for policy in (Recompute.BLOCKS, Recompute.NONE))
     forward, backward = speed.total(unit.forward), speed.total(unit.input, True) + speed.total(unit.weight)
     beyond = max(0.0, *(peak.on(tensor, sequence) for peak in (unit.forward_peak, unit.backward_peak)))
-    return BlockCost(unit.name, inputs, everything, forward, backward, beyond, candidates, unsaved)
+    return BlockCost(unit.name, inputs, everything, forward, backward, beyond, candidates, results)
 
 
 def choose(costs: SavedCosts, budget: float) -> SavedPlan:
@@ -207,18 +213,20 @@ def _plans(costs: SavedCosts, budget: float) -> list[SavedPlan]:
             # Blocks whose own backward is the peak have their kept results in it anyway: all that the later moments
             # leave is shared evenly; and less of it where that proves too much.
             ends = costs.before + sum(b.held(p) for b, p in zip(costs.blocks, bare.blocks, strict=True)) + costs.after
-            for room in {spare / checkpointed, max(0.0, budget - ends) / checkpointed}:
-                chosen = []
-                for block in costs.blocks[:checkpointed]:
-                    moved = block.inputs if inputs is Saved.MOVE else 0.0
-                    key = (room, moved, block.candidates)
-                    if key not in plan_of_kind:
+            most = min(spare, costs.link * max(min(block.forward, block.backward) for block in costs.blocks))
+            for flying in {0.0, most / 2, most}:  # bytes of moves on their way
+                for room in {spare - flying, max(0.0, budget - ends - flying)}:
+                    chosen = []
+                    for block in costs.blocks[:checkpointed]:
+                        moved = block.inputs if inputs is Saved.MOVE else 0.0
                         # Beside the next block's forward on the way out, and beside its backward on the way back.
-                        bytes_beside = max(0.0, costs.link * min(block.forward, block.backward) - moved)
-                        packed = pack(block.candidates, room, bytes_beside)
-                        plan_of_kind[key] = BlockPlan(inputs, packed.choices)
-                    chosen.append(plan_of_kind[key])
-                plans.append(SavedPlan((*chosen, *tails)))
+                        beside = min(flying, max(0.0, costs.link * min(block.forward, block.backward) - moved))
+                        key = (room, beside, block.candidates)
+                        if key not in plan_of_kind:
+                            packed = pack(block.candidates, room / checkpointed, beside)
+                            plan_of_kind[key] = BlockPlan(inputs, packed.choices)
+                        chosen.append(plan_of_kind[key])
+                    plans.append(SavedPlan((*chosen, *tails)))
     return plans
 
 
