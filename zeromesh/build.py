@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from zeromesh.apps.plan.automatic import choose_layout
 from zeromesh.apps.plan.compare import prediction
+from zeromesh.apps.plan.saved_choice import choose_saved
 from zeromesh.apps.train.train_settings import TrainSettings
 from zeromesh.base.keras_layers import refuse_other_backends
 from zeromesh.base.requirements import untested_torch
@@ -163,8 +164,10 @@ def run_steps(
         logging.getLogger("zeromesh").info(notice)
     # The file may be one of zeromesh train's, whose sections are checked, too.
     settings, environment = steps.read_configuration(chosen, mesh, start, TrainSettings.load)
-    settings = choose_layout(chosen, settings, world_group(device_of_group(environment)), environment)
-    plan = steps.plan_run(chosen, settings, mesh or make_mesh(settings, environment))
+    world = world_group(device_of_group(environment))
+    settings = choose_layout(chosen, settings, world, environment)
+    saved = choose_saved(chosen, settings, world, environment)
+    plan = steps.plan_run(chosen, settings, mesh or make_mesh(settings, environment), saved)
     return steps.make_engine(place_model(plan), prediction, kind)
 
 

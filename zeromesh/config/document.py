@@ -13,7 +13,7 @@ from zeromesh.base.files import UnreadableFile, meant_file, read_text
 from zeromesh.base.words import show
 from zeromesh.config.curriculum_section import sampled_by_length
 from zeromesh.config.errors import ConfigError
-from zeromesh.config.special_keys import RENAMED, UNSET
+from zeromesh.config.special_keys import MEANT, RENAMED, UNSET
 from zeromesh.config.yaml_document import SUFFIXES, YamlError, read_yaml
 
 SCHEMA = "$schema"  # key by which a file names its schema for the user's editor
@@ -214,6 +214,8 @@ def _rename(document: dict[str, Any]) -> dict[str, Any]:
     # Files for DeepSpeed, which read nothing of it then, have it off in these forms.
     if "compile" in document and (document["compile"] is None or isinstance(document["compile"], bool)):
         document = {**document, "compile": {"enabled": bool(document["compile"])}}
+    if is_unset(document.get("activation_checkpointing")):
+        document = {**document, "activation_checkpointing": {"enabled": True, "granularity": UNSET}}
     for old, new in RENAMED.items():
         parent, _, old_name = old.rpartition(".")
         section = document if not parent else document.get(parent)
@@ -227,9 +229,13 @@ def _rename(document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-def _without_unset(value: Any) -> Any:
+def _without_unset(value: Any, prefix: str = "") -> Any:
     if isinstance(value, Mapping):
-        return {key: _without_unset(item) for key, item in value.items() if not is_unset(item)}
+        return {
+            key: _without_unset(item, f"{prefix}{key}.")
+            for key, item in value.items()
+            if not is_unset(item) or f"{prefix}{key}" in MEANT
+        }
     return [_without_unset(item) for item in value] if isinstance(value, list) else value
 
 

@@ -137,24 +137,6 @@ class ExpertSettings(Section):
     )
 
 
-class ActivationCheckpointing(Section):
-    """Recompute activations in the backward instead of saving them."""
-
-    enabled: bool = key(False, "Recompute the activations of the targets.")
-    targets: Names = key((), "Class names or glob patterns of module names to recompute. Empty: the units.")
-    granularity: Literal["full", "selective"] = key(
-        "full",
-        "full: save only the inputs of the targets. selective: also save the results of matrix products and attention, "
-        "and recompute the rest.",
-    )
-    partition_activations: bool = key(
-        False,
-        "Divide the saved inputs among the tensor-parallel ranks, and gather them in the backward. No effect with "
-        "tensor_parallel.sequence.",
-    )
-    cpu_checkpointing: bool = key(False, "Save the inputs of the targets in host memory. Needs enabled = true.")
-
-
 class Tiling(Section):
     """Compute what treats tokens apart a few tokens at a time, so that long sequences fit."""
 

@@ -14,7 +14,7 @@ from zeromesh.config.document import is_unset, whole_document
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.planned_keys import planned_keys
 from zeromesh.config.section import Section
-from zeromesh.config.special_keys import UNREAD, UNSET, look_up, sections_of
+from zeromesh.config.special_keys import MEANT, UNREAD, UNSET, look_up, sections_of
 
 _log = logging.getLogger("zeromesh")
 
@@ -74,11 +74,11 @@ def autos(source: str | Path | Mapping[str, Any] | Section, overrides: Sequence[
     """Return the path of each key that is "auto", has an effect, and is not the planner's."""
     if isinstance(source, Section):
         return []  # settings have no such keys any more
-    filled = planned_keys(source, overrides)
+    meant = {*planned_keys(source, overrides), *DOCUMENTED, *MEANT}
     return [
         path
         for path, value in leaves_of(whole_document(source, overrides))
-        if is_unset(value) and path not in DOCUMENTED and path not in filled and sections_of(path).isdisjoint(UNREAD)
+        if is_unset(value) and path not in meant and sections_of(path).isdisjoint(UNREAD)
     ]
 
 

@@ -76,6 +76,28 @@ REFUSALS: list[Refusal[Any]] = [
         "compile.enabled to false, or tiling.mlp to null",
     ),
     (
+        lambda s: s.activation_checkpointing.budget_gb is not None and not s.activation_checkpointing.planned,
+        "activation_checkpointing.budget_gb is {s.activation_checkpointing.budget_gb:g}, and only a plan keeps to a "
+        'budget; set activation_checkpointing.granularity to "auto" and enabled to true, or leave budget_gb out',
+    ),
+    *[
+        (
+            lambda s, key=key: s.activation_checkpointing.planned and getattr(s.activation_checkpointing, key),
+            f'activation_checkpointing.granularity is "auto", and {what}; leave activation_checkpointing.{key} out, or '
+            'set granularity to "full" or "selective"',
+        )
+        for key, what in {
+            "targets": "the planner plans for the blocks that it finds itself",
+            "cpu_checkpointing": "the planner chooses itself what is moved to the host",
+            "partition_activations": "the planner does not divide inputs among ranks",
+        }.items()
+    ],
+    (
+        lambda s: s.activation_checkpointing.planned and s.model_sizes["pipeline"] > 1,
+        'activation_checkpointing.granularity is "auto" and mesh.pipeline is {s.model_sizes[pipeline]}, whose stages '
+        'hold different numbers of micro-batches; set granularity to "full" or "selective", or mesh.pipeline to 1',
+    ),
+    (
         lambda s: s.fp16.enabled and s.bf16.enabled,
         "fp16.enabled and bf16.enabled are true, but only one of them can be; set the others to false",
     ),

@@ -15,6 +15,7 @@ from pydantic import ValidationError, model_validator
 from zeromesh.base.placement import ROWS, PlacementRow, Tier
 from zeromesh.config import feature_sections as parts
 from zeromesh.config import precision_sections as precisions
+from zeromesh.config.activation_sections import ActivationCheckpointing
 from zeromesh.config.batch_sizes import solve_batch, solve_mesh
 from zeromesh.config.catalogue import Entry, catalogue, explain
 from zeromesh.config.curriculum_section import Curriculum
@@ -137,7 +138,7 @@ class Settings(Section):
         "Class names or glob patterns of module names: modules that are gathered as a whole. Empty: found "
         "automatically.",
     )
-    activation_checkpointing: parts.ActivationCheckpointing = parts.ActivationCheckpointing()
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     tiling: parts.Tiling = parts.Tiling()
     host_memory_limit: PositiveInt | None = key(
         None,

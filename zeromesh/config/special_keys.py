@@ -12,6 +12,9 @@ from zeromesh.base.words import show
 UNSET = "auto"
 """The value that means: as if the key were not there."""
 
+MEANT = ("activation_checkpointing.granularity", "context_parallel.strategy")
+"""Keys of which "auto" is a value of its own."""
+
 APPLICATIONS = ("model", "huggingface", "lora", "dpo", "data", "run")
 """Sections that only an application over the engine reads, here ``zeromesh train``."""
 

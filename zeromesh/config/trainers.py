@@ -11,7 +11,7 @@ from zeromesh.config.adopt import adopt
 from zeromesh.config.document import is_unset
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Settings
-from zeromesh.config.special_keys import UNSET, look_up
+from zeromesh.config.special_keys import MEANT, UNSET, look_up
 
 _DEFAULTS: dict[str, Any] = {
     # Libraries look these up, and save whole weights if the second says so.
@@ -140,10 +140,14 @@ def _with_defaults(document: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
     return merged | {name: _with_defaults(document[name], defaults[name]) for name in both}
 
 
-def _without_auto(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a document without "auto", and without the sections that had nothing else."""
-    stripped = {name: _without_auto(value) if isinstance(value, dict) else value for name, value in document.items()}
-    return {name: value for name, value in stripped.items() if not is_unset(value) and (value or not document[name])}
+def _without_auto(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a document without "auto" that fills nothing in, and without the sections that had nothing else."""
+    stripped = {
+        name: _without_auto(value, f"{prefix}{name}.") if isinstance(value, dict) else value
+        for name, value in document.items()
+        if not is_unset(value) or f"{prefix}{name}" in MEANT
+    }
+    return {name: value for name, value in stripped.items() if value or not document[name]}
 
 
 def ranks_in(document: Mapping[str, Any], axis: str) -> int:

@@ -44,6 +44,7 @@ from zeromesh.apps.plan.machine.cluster import Machine
 from zeromesh.apps.plan.machine.here import machine_here
 from zeromesh.apps.plan.machine.presets import cluster
 from zeromesh.apps.plan.predict.lower_bounds import least_memory, slowest
+from zeromesh.apps.plan.saved import explained_plan, planned_cost
 from zeromesh.apps.train.screen import write
 from zeromesh.apps.train.train_settings import TrainSettings
 from zeromesh.base.drawing import require_picture
@@ -409,9 +410,14 @@ def _explain(question: PlanQuestion, asked: AskedModel, machine: Machine) -> boo
     asked = replace(asked, resting=layout.resting)
     request, _ = _request(replace(question, batch=batch, sequence=sequence), asked, machine, precision)
     with SearchBar(Console(stderr=True), f"tracing {request.source.name}"):
-        judgement = judge(request, layout)
+        planned, choices = None, list[str]()
+        if settings.activation_checkpointing.planned:
+            planned = planned_cost(settings, request.source, request.sequence, layout, machine)
+            choices = explained_plan(planned.costs, planned.plan)
+        judgement = judge(request, layout, planned)
     if question.as_json:
-        write(json.dumps(judgement.as_json() | _candidate_json(judgement.candidate), indent=1) + "\n")
+        told = judgement.as_json() | _candidate_json(judgement.candidate) | ({"saved": choices} if choices else {})
+        write(json.dumps(told, indent=1) + "\n")
         return judgement.fits
     _paragraphs([f"{question.explain} on {machine.name or 'the machine'}: {layout_text(layout)}"])
     write("\n")
@@ -421,7 +427,7 @@ def _explain(question: PlanQuestion, asked: AskedModel, machine: Machine) -> boo
     for tier, states in judgement.states.items():
         for state, size in sorted(states.items(), key=lambda pair: -pair[1]):
             write(f"  {tier:<7}{state:<12}{bytes_text(size):>9}\n")
-    write("\n")
+    write("".join(f"{line}\n" for line in choices) + "\n")
     _paragraphs(judgement.sentences)
     for number, candidate in enumerate(judgement.better[: question.layouts], 1):
         _line(number, candidate)

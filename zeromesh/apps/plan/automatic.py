@@ -11,9 +11,12 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
+from zeromesh.apps.plan.cost.cost import Recompute
 from zeromesh.base.placement import PlacementRow, Tier
 from zeromesh.comm.agreement import agree_run, texts
 from zeromesh.comm.collectives import Group
@@ -54,7 +57,7 @@ def choose_layout(chosen: Arguments, settings: Chosen, world: Group, environment
     Raises:
         ValueError: the machine's file is wrong, or the batch does not fit the ranks.
     """
-    example = partial(_example, chosen)
+    example = partial(example_of, chosen)
     # A user's own loader may give each rank other samples, which ranks that share layers must not have.
     own_batches = chosen.data is not None
     return filled_in(settings, asked_of_planner(chosen.config), example, environment, world, own_batches)
@@ -155,6 +158,8 @@ def _accepts(asked: frozenset[str], stated_layout: ParallelLayout) -> Callable[[
     """Return a function that tells whether a layout leaves as it is what the configuration states."""
     free = {"data", "replicate", "tensor", "sequence"} if MESH in asked else set()
     free |= {"micro_batch", "accumulation"} if asked & {MESH, MICRO} else set()
+    # A plan of saved tensors is made afterwards, for the layout: it is no slower than the policies that are searched.
+    free |= {"recompute", "activations_on_host"} if stated_layout.recompute is Recompute.PLANNED else set()
     # Never stages or spread sequences: a loop that calls the engine itself would have to be written for them.
     names = [
         field.name
@@ -180,7 +185,7 @@ def _tiers(row: PlacementRow) -> tuple[Any, ...]:
     return row.parameter_tier, row.optimizer_tier, row.offloaded, row.split
 
 
-def _example(chosen: Arguments) -> tuple[nn.Module, Mapping[str, Any], Callable[[Any], Any] | None]:
+def example_of(chosen: Arguments) -> tuple[nn.Module, Mapping[str, Any], Callable[[Any], Any] | None]:
     """Return the model, arguments of its forward for two samples, and the loss of its output, if it has none."""
     model, data = chosen.model, chosen.data
     if data is None:
@@ -194,6 +199,18 @@ def _example(chosen: Arguments) -> tuple[nn.Module, Mapping[str, Any], Callable[
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [name for name, parameter in inspect.signature(model.forward).parameters.items() if parameter.kind in kinds]
     if chosen.loss_fn is not None and len(parts) == 2:
-        labels, loss_fn = parts[1], chosen.loss_fn
-        return model, {names[0]: parts[0]}, lambda output: loss_fn(output, labels)
+        return model, {names[0]: parts[0]}, _loss_without_values(chosen.loss_fn, parts[1])
     return model, dict(zip(names, parts, strict=False)), None
+
+
+def _loss_without_values(loss_fn: Callable[[Any, Any], Any], labels: Any) -> Callable[[Any], Any]:
+    """Return the loss of an output for labels like these, of as many samples as the output has."""
+    from zeromesh.apps.plan.cost.cost_trace import resized, sequence_of
+
+    inputs = {"labels": labels}
+
+    def loss(output: Any) -> Any:
+        rows = next(tensor.shape[0] for tensor in tree_leaves(output) if isinstance(tensor, torch.Tensor))
+        return loss_fn(output, resized(inputs)(rows, sequence_of(inputs))["labels"])
+
+    return loss

@@ -11,6 +11,7 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.engine.reports import STATES
 
 if TYPE_CHECKING:
+    from zeromesh.apps.plan.cost.cost import CostSource
     from zeromesh.config.settings import Resolved
 
 
@@ -31,6 +32,7 @@ def prediction(
     from zeromesh.apps.plan.machine.here import cost_here, machine_here
     from zeromesh.apps.plan.predict.rank_memory import memory_of
     from zeromesh.apps.plan.predict.time import time_of
+    from zeromesh.apps.plan.saved import planned_cost
 
     result: dict[str, Any] = {"machine": None, "layout": None}
     notes: list[str] = []
@@ -42,7 +44,10 @@ def prediction(
         layout, _ = layout_from(settings, mesh.world_size)
         nodes = len({*mesh.node_of})
         machine = machine_here(mesh.world_size // nodes, nodes)
-        source, sequence = cost_here(*example, settings)
+        traced, sequence = cost_here(*example, settings)
+        source: CostSource = traced
+        if settings.activation_checkpointing.planned:
+            source = planned_cost(settings, source, sequence, layout, machine)
         rank = memory_of(source, sequence, layout, machine, sums=mesh.shard.sums)[mesh.group("pipeline").rank]
         result.update(machine=machine.name, layout=layout_text(layout))
         cost = source.at(layout.micro_batch, sequence, layout.context)

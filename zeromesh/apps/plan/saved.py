@@ -10,31 +10,36 @@ Sources: Korthikanti et al., "Reducing Activation Recomputation in Large Transfo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from math import inf
 from typing import NamedTuple
 
-from torch import nn
-
+from zeromesh.apps.plan.choose.fit import lacking
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
-from zeromesh.apps.plan.cost.cost import Recompute
-from zeromesh.apps.plan.cost.cuts import cuts_of
-from zeromesh.apps.plan.cost.passes import Inputs, Loss, TracedUnit, TraceOptions, trace
+from zeromesh.apps.plan.cost.cost import CostSource, Divided, ModelCost, Recompute, UnitCost
+from zeromesh.apps.plan.machine.calibration import reserved_margin
 from zeromesh.apps.plan.machine.cluster import Machine
 from zeromesh.apps.plan.machine.collective_times import wire
 from zeromesh.apps.plan.machine.rates import Habits, KernelSpeed
+from zeromesh.apps.plan.predict.rank_memory import Moment, memory_of
 from zeromesh.base.saved_tensors import BlockPlan, Saved, SavedPlan
 from zeromesh.base.words import bytes_text
+from zeromesh.config.settings import Settings
 
-MOST_BRANCHES = 20_000
+MOST_BRANCHES = 5_000
 """Branches after which a search ends with the best choice so far; the bound says how far it may be from the best."""
+
+ROUNDS = 3  # in which a plan takes what is left of a device
+
+BUDGET = "activation_checkpointing.budget_gb"
 
 
 class Candidate(NamedTuple):
     """An operator whose result may be kept or moved."""
 
     key: tuple[str, int]
-    size: int  # bytes
+    size: float  # bytes
     seconds: float  # to compute it again
 
 
@@ -54,9 +59,10 @@ class BlockCost:
     inputs: float  # bytes that the block keeps to be computed again
     everything: float  # bytes that it keeps without a checkpoint
     forward: float  # seconds
+    backward: float  # seconds, without a recomputation
     transient: float  # bytes beyond, at most, in its passes
     candidates: tuple[Candidate, ...]
-    unsaved: Mapping[tuple[str, int], int]  # bytes of results that autograd does not keep itself
+    results: tuple[tuple[tuple[str, int], float, float], ...]  # by operator: bytes that autograd keeps, and others
 
     def held(self, plan: BlockPlan) -> float:
         """Return the bytes that stay on the device between its forward and its backward."""
@@ -65,10 +71,25 @@ class BlockCost:
         kept_bytes = sum(x.size for x in self.candidates if plan.results.get(x.key) is Saved.KEEP)
         return kept_bytes + (0.0 if plan.inputs is Saved.MOVE else self.inputs)
 
+    def moved(self, plan: BlockPlan) -> float:
+        """Return the bytes that go to the host, and come back before its backward."""
+        if plan.keeps_all:
+            return 0.0
+        moved_bytes = sum(x.size for x in self.candidates if plan.results.get(x.key) is Saved.MOVE)
+        return moved_bytes + (self.inputs if plan.inputs is Saved.MOVE else 0.0)
+
+    def beyond(self, plan: BlockPlan) -> float:
+        """Return the bytes of its recomputation beyond all that autograd keeps."""
+        # Results that autograd does not keep are let go of when the recomputation has taken them.
+        most = ahead = 0.0
+        for key, saved, unsaved in () if plan.keeps_all else reversed(self.results):
+            ahead += unsaved if key in plan.results else -saved
+            most = max(most, ahead)
+        return most
+
     def at_work(self, plan: BlockPlan) -> float:
         """Return the most bytes in its backward, when all that it needs is there again."""
-        extra = sum(size for key, size in self.unsaved.items() if key in plan.results)
-        return max(self.everything, self.inputs) + self.transient + (0 if plan.keeps_all else extra)
+        return max(self.everything, self.inputs) + self.transient + self.beyond(plan)
 
     def again(self, plan: BlockPlan) -> float:
         """Return the seconds of its recomputation."""
@@ -84,89 +105,92 @@ class SavedCosts:
     before: float
     after: float  # with what its passes need at their peak
     link: float = 0.0
+    host: float = inf  # bytes that may wait on the host
 
     def peak(self, plan: SavedPlan) -> float:
         """Return the most bytes of activations and gradients of activations at one time."""
-        held_bytes, highest = self.before, 0.0
+        held_bytes, highest, flying = self.before, 0.0, 0.0
         for block, choice in zip(self.blocks, plan.blocks, strict=True):
-            highest = max(highest, held_bytes + block.at_work(choice))
-            held_bytes += block.held(choice)
-        return max(highest, held_bytes + self.after)
+            # Beside a block, what the one before moves is still leaving in the forward, and comes back in the backward.
+            highest = max(highest, held_bytes + block.at_work(choice) + flying)
+            held_bytes, flying = held_bytes + block.held(choice), block.moved(choice)
+        return max(highest, held_bytes + self.after + flying)
+
+    def moved(self, plan: SavedPlan) -> float:
+        """Return the bytes that wait on the host."""
+        return sum(block.moved(choice) for block, choice in zip(self.blocks, plan.blocks, strict=True))
 
     def seconds(self, plan: SavedPlan) -> float:
         """Return the seconds that the plan computes again."""
         return sum(block.again(choice) for block, choice in zip(self.blocks, plan.blocks, strict=True))
 
 
-def saved_costs(
-    model: nn.Module, inputs: Inputs, machine: Machine, options: TraceOptions | None = None, loss: Loss | None = None
-) -> SavedCosts:
-    """Return what the blocks of a model cost, for the inputs of one micro-batch; raise TraceError as ``trace``."""
-    units = trace(model, inputs, options or TraceOptions(), loss, cuts_of(model)).units
-    node = machine.nodes[0][0]
-    speed = KernelSpeed(node.device, ParallelLayout(), Habits())
-    blocks = [_block(speed, unit) for unit in units if unit.block]
-    places = [place for place, unit in enumerate(units) if unit.block]
-    first, last = (places[0], places[-1]) if places else (0, 0)
-    around = [unit.saved[Recompute.NONE].on() for unit in units]
-    rest = units[last + 1 :]
-    beyond = max((x.on() for unit in rest for x in (*unit.forward, *unit.backward)), default=0.0)
-    between = sum(around[place] for place in range(first, last) if not units[place].block)
-    link = 0.0 if node.device.processor else wire(node.host, 1).bandwidth
-    return SavedCosts(tuple(blocks), sum(around[:first]) + between, sum(around[last + 1 :]) + beyond, link)
-
-
-def _block(speed: KernelSpeed, unit: TracedUnit) -> BlockCost:
-    seconds = [speed.total(call.kernels) for call in unit.calls]
-    candidates = tuple(
-        Candidate((call.operator, call.number), call.size, each)
-        for call, each in zip(unit.calls, seconds, strict=True)
-        if call.keepable and call.size and each > 0
-    )
-    unsaved = {(call.operator, call.number): call.size - call.saved for call in unit.calls if call.size > call.saved}
-    beyond = max((moment.on() for moment in (*unit.forward, *unit.backward)), default=0.0)
-    saved = unit.saved
-    sizes = saved[Recompute.BLOCKS].on(), saved[Recompute.NONE].on()
-    return BlockCost(unit.name, *sizes, speed.total(unit.works["forward"]), max(0.0, beyond), candidates, unsaved)
-
-
-def plan_saved(
-    model: nn.Module,
-    inputs: Inputs,
-    budget: float,
-    machine: Machine,
-    options: TraceOptions | None = None,
-    loss: Loss | None = None,
-) -> SavedPlan:
-    """Return the fastest plan whose activations need at most ``budget`` bytes.
-
-    Args:
-        model: its blocks are the units of its stacks; it stays as it is.
-        inputs: keyword arguments of the forward for one micro-batch; only shapes and dtypes matter.
-        budget: bytes of all activations and their gradients at the peak, on one device.
-        machine: gives the speed of kernels and of the link to the host.
-        options: dtypes and kernels.
-        loss: computes the loss from the output, if the output has none.
+def saved_costs(cost: ModelCost, machine: Machine, layout: ParallelLayout | None = None) -> SavedCosts:
+    """Return what the blocks of a model cost on one rank of a layout, by default of one rank.
 
     Raises:
-        ValueError: no plan needs so little; the text has the smallest budget that works.
-        TraceError: the model does not run without values.
+        ValueError: the model could not be traced, or has no stack of like blocks.
     """
-    return choose(saved_costs(model, inputs, machine, options, loss), budget)
+    layout, units = layout or ParallelLayout(), cost.units
+    places = [place for place, unit in enumerate(units) if unit.calls]
+    if not places:
+        reason = cost.note or "it has no stack of like blocks, or only its sizes are known"
+        raise ValueError(
+            f"what {cost.name} saves for its backward cannot be planned: {reason}; set "
+            'activation_checkpointing.granularity to "full" or "selective"'
+        )
+    node = machine.nodes[0][0]
+    speed = KernelSpeed(node.device, layout, Habits())
+    first, last = places[0], places[-1]
+
+    def on(amount: Divided) -> float:
+        return amount.on(layout.tensor, layout.sequence)
+
+    around = [on(unit.saved[Recompute.NONE]) for unit in units]
+    beyond = max(
+        (on(peak) for unit in units[last + 1 :] for peak in (unit.forward_peak, unit.backward_peak)), default=0
+    )
+    between = sum(around[place] for place in range(first, last) if not units[place].calls)
+    blocks = tuple(_block(speed, units[place]) for place in places)
+    link = 0.0 if node.device.processor else wire(node.host, 1).bandwidth
+    before, after = sum(around[:first]) + between, sum(around[last + 1 :]) + beyond
+    return SavedCosts(blocks, before, after, link, node.host_memory / node.devices)
+
+
+def _block(speed: KernelSpeed, unit: UnitCost) -> BlockCost:
+    tensor, sequence = speed.layout.tensor, speed.layout.sequence
+    seconds = [speed.total(call.kernels) for call in unit.calls]
+    candidates = tuple(
+        Candidate(call.key, size, each)
+        for call, each in zip(unit.calls, seconds, strict=True)
+        if call.keepable and (size := call.size.on(tensor, sequence)) and each > 0
+    )
+    amounts = ((call.key, call.size.on(tensor, sequence), call.unsaved.on(tensor, sequence)) for call in unit.calls)
+    results = tuple((key, size - unsaved, unsaved) for key, size, unsaved in amounts)
+    inputs, everything = (unit.saved[policy].on(tensor, sequence) for policy in (Recompute.BLOCKS, Recompute.NONE))
+    forward, backward = speed.total(unit.forward), speed.total(unit.input, True) + speed.total(unit.weight)
+    beyond = max(0.0, *(peak.on(tensor, sequence) for peak in (unit.forward_peak, unit.backward_peak)))
+    return BlockCost(unit.name, inputs, everything, forward, backward, beyond, candidates, results)
 
 
 def choose(costs: SavedCosts, budget: float) -> SavedPlan:
-    """Return the fastest plan under a budget in bytes; raise ValueError as ``plan_saved``."""
+    """Return the fastest plan whose activations need at most ``budget`` bytes.
+
+    Raises:
+        ValueError: no plan needs so little; the text has the smallest budget that works.
+    """
     best, least, fastest = None, inf, inf
     for plan in _plans(costs, budget):
+        if costs.moved(plan) > costs.host:
+            continue
         peak, seconds = costs.peak(plan), costs.seconds(plan)
         least = min(least, peak)
         if peak <= budget and seconds < fastest:
             best, fastest = plan, seconds
     if best is None:
         raise ValueError(
-            f"budget of {budget / 1e9:.6g} GB for activations: no plan needs less "
-            f"than {bytes_text(least)} of activations; give at least {least / 1e9 * 1.000001:.6g}, or a smaller "
+            f"activations may take {budget / 1e9:.6g} GB of a device, and no plan needs less than {bytes_text(least)}: "
+            f"set {BUDGET} to {least / 1e9 * 1.000001:.6g} or more, if the device has it, or choose a smaller "
             "micro-batch"
         )
     return best
@@ -189,17 +213,20 @@ def _plans(costs: SavedCosts, budget: float) -> list[SavedPlan]:
             # Blocks whose own backward is the peak have their kept results in it anyway: all that the later moments
             # leave is shared evenly; and less of it where that proves too much.
             ends = costs.before + sum(b.held(p) for b, p in zip(costs.blocks, bare.blocks, strict=True)) + costs.after
-            for room in {spare / checkpointed, max(0.0, budget - ends) / checkpointed}:
-                chosen = []
-                for block in costs.blocks[:checkpointed]:
-                    moved = block.inputs if inputs is Saved.MOVE else 0.0
-                    key = (room, moved, block.candidates)
-                    if key not in plan_of_kind:
-                        bytes_beside = max(0.0, costs.link * block.forward - moved)
-                        packed = pack(block.candidates, room, bytes_beside)
-                        plan_of_kind[key] = BlockPlan(inputs, packed.choices)
-                    chosen.append(plan_of_kind[key])
-                plans.append(SavedPlan((*chosen, *tails)))
+            most = min(spare, costs.link * max(min(block.forward, block.backward) for block in costs.blocks))
+            for flying in {0.0, most / 2, most}:  # bytes of moves on their way
+                for room in {spare - flying, max(0.0, budget - ends - flying)}:
+                    chosen = []
+                    for block in costs.blocks[:checkpointed]:
+                        moved = block.inputs if inputs is Saved.MOVE else 0.0
+                        # Beside the next block's forward on the way out, and beside its backward on the way back.
+                        beside = min(flying, max(0.0, costs.link * min(block.forward, block.backward) - moved))
+                        key = (room, beside, block.candidates)
+                        if key not in plan_of_kind:
+                            packed = pack(block.candidates, room / checkpointed, beside)
+                            plan_of_kind[key] = BlockPlan(inputs, packed.choices)
+                        chosen.append(plan_of_kind[key])
+                    plans.append(SavedPlan((*chosen, *tails)))
     return plans
 
 
@@ -248,23 +275,104 @@ def _relaxed(items: Sequence[Candidate], room: float) -> float:
     return total
 
 
+@dataclass(frozen=True)
+class PlannedCost:
+    """Cost of a model whose blocks follow a plan of saved tensors: ``Recompute.PLANNED`` stands for it."""
+
+    source: CostSource
+    costs: SavedCosts
+    plan: SavedPlan
+
+    @property
+    def name(self) -> str:
+        """Name of the model."""
+        return self.source.name
+
+    def at(self, micro_batch: int, sequence: int, context: int = 1) -> ModelCost:
+        """Return the cost of a micro-batch, of the size that the plan is for."""
+        cost = self.source.at(micro_batch, sequence, context)
+        pairs = zip(self.costs.blocks, self.plan.blocks, strict=True)
+        chosen = {block.name: (block, choice) for block, choice in pairs}
+        units = (_planned(unit, *chosen[unit.name]) if unit.name in chosen else unit for unit in cost.units)
+        return replace(cost, units=tuple(units))
+
+
+def _planned(unit: UnitCost, block: BlockCost, choice: BlockPlan) -> UnitCost:
+    kernels = () if choice.keeps_all else unit.calls
+    repeated = tuple(kernel for call in kernels if call.key not in choice.results for kernel in call.kernels)
+    extra = Divided(whole=block.beyond(choice))
+    peaks = {name: getattr(unit, name).plus(extra) for name in ("backward_peak", "early_peak", "gradient_peak")}
+    # The bytes are those of one rank already, so none of them are divided again.
+    saved = {**unit.saved, Recompute.PLANNED: Divided(whole=block.held(choice))}
+    return replace(unit, saved=saved, repeated=repeated, **peaks)
+
+
+def planned_cost(
+    settings: Settings, source: CostSource, sequence: int, layout: ParallelLayout, machine: Machine
+) -> PlannedCost:
+    """Return the cost of a run with the plan that its settings ask for; raise ValueError as ``choose``."""
+    costs = saved_costs(
+        source.at(layout.micro_batch * settings.rows_per_sample, sequence, layout.context), machine, layout
+    )
+    if settings.compile.enabled:
+        costs = replace(costs, link=0.0)  # moves cannot be traced
+    if (gigabytes := settings.activation_checkpointing.budget_gb) is not None:
+        return PlannedCost(source, costs, choose(costs, gigabytes * 1e9))
+
+    def left(of: CostSource, only: bool) -> float:
+        """Return the bytes of a device that a run leaves, or its states alone."""
+        ranks = memory_of(of, sequence, layout, machine)
+        if only:
+            ranks = [replace(rank, timeline=tuple(map(_without_activations, rank.timeline))) for rank in ranks]
+        node = machine.nodes[0][0]
+        sharing = min(node.devices, layout.ranks) if node.device.processor else 1  # ranks of a processor's memory
+        # An allocator reserves more than it is asked for.
+        return -lacking(ranks, layout, machine, 1 / (1 + reserved_margin()))["device"] / sharing
+
+    budget = left(source, only=True)
+    planned = PlannedCost(source, costs, choose(costs, budget))
+    # States and activations are not at their most at the same moment: what is left is given to the plan.
+    for _ in range(ROUNDS):
+        budget += left(planned, only=False)
+        more = PlannedCost(source, costs, choose(costs, budget))
+        if left(more, only=False) < 0:
+            break
+        planned = more
+    return planned
+
+
+def _without_activations(moment: Moment) -> Moment:
+    states = {name: size for name, size in moment.bytes.items() if name not in ("activation", "temporary")}
+    return Moment(moment.label, states)
+
+
+WHY = {
+    Saved.KEEP: "many seconds for its bytes",
+    Saved.MOVE: "the link has time for it",
+    Saved.RECOMPUTE: "few seconds for its bytes",
+}
+
+
 def explained_plan(costs: SavedCosts, plan: SavedPlan) -> list[str]:
     """Return lines that list the choices of a plan: operator, bytes, seconds, choice, and why."""
-    lines, before = [f"activations at the peak: {bytes_text(costs.peak(plan))}"], None
-    lines.append(f"computed again: {costs.seconds(plan) * 1e3:.3g} ms of each micro-batch")
-    for block, choice in zip(costs.blocks, plan.blocks, strict=True):
-        described = (choice, block.candidates)
-        if described == before:
-            lines.append(f"{block.name}: as the one before")
-            continue
-        before = described
+    moved = f", {bytes_text(costs.moved(plan))} on the host" if costs.moved(plan) else ""
+    lines = [
+        f"activations at the peak: {bytes_text(costs.peak(plan))}{moved}; computed again: "
+        f"{costs.seconds(plan) * 1e3:.3g} ms of each micro-batch"
+    ]
+    pairs = [*zip(costs.blocks, plan.blocks, strict=True)]
+    for _, alike in groupby(pairs, key=lambda pair: (pair[1], pair[0].candidates)):
+        (block, choice), *others = alike
+        name = f"{block.name} to {others[-1][0].name}" if others else block.name
         if choice.keeps_all:
-            lines.append(f"{block.name}: keeps all, {bytes_text(block.everything)}: free before earlier blocks run")
+            lines.append(f"{name}: keeps all {bytes_text(block.everything)}, free when earlier blocks need bytes")
             continue
-        lines.append(f"{block.name}: inputs {bytes_text(block.inputs)}, {choice.inputs.value}")
+        lines.append(f"{name}: inputs of {bytes_text(block.inputs)}: {choice.inputs.value}")
         for item in sorted(block.candidates, key=lambda x: -x.seconds / x.size):
-            chosen = choice.results.get(item.key, Saved.RECOMPUTE)
-            amounts = f"{bytes_text(item.size):>9} {item.seconds * 1e6:9.1f} us"
-            rate = f"{item.seconds / item.size * 1e12:.3g} s per TB"
-            lines.append(f"  {item.key[0]} {item.key[1]:<3} {amounts}  {chosen.value}: {rate}")
+            fate = choice.results.get(item.key, Saved.RECOMPUTE)
+            operator = f"{item.key[0].partition('::')[2]} {item.key[1]}"
+            amounts = (
+                f"{bytes_text(item.size):>9} {item.seconds * 1e6:9.1f} us {1e9 * item.seconds / item.size:9.3g} s/GB"
+            )
+            lines.append(f"  {operator:<40} {amounts}  {fate.value}: {WHY[fate]}")
     return lines

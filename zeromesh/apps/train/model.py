@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import zeromesh
@@ -21,6 +20,7 @@ from zeromesh.apps.train.architectures.decoder import Decoder
 from zeromesh.apps.train.architectures.flops import training_cost, training_flops_per_token
 from zeromesh.apps.train.data.ordered_loader import Batch
 from zeromesh.apps.train.data.tokenizer import load_tokenizer
+from zeromesh.apps.train.run_example import tokens_without_values
 from zeromesh.apps.train.train_settings import GROUP, HuggingFace, Lora, ModelShape, Quantization, TrainSettings
 from zeromesh.base.files import read_text
 from zeromesh.base.lengths import positions
@@ -63,10 +63,6 @@ class BuiltIn:
     def cost(self, model: nn.Module) -> float:
         """Return the operations of forward and backward per token, for the model that was built."""
         return training_flops_per_token(self.shape)
-
-    def example(self, rows: int) -> tuple[dict[str, Any], Callable[[Any], torch.Tensor]]:
-        """Return arguments of a forward of so many samples, without values, and the loss of its output."""
-        return {"tokens": _tokens(rows, self.sequence_length)}, mean_loss
 
     def logits(self, model: Callable[..., Any], batch: Batch) -> torch.Tensor:
         """Call the model, or its engine, and return the logits, shape ``(rows, length, vocabulary)``."""
@@ -215,18 +211,13 @@ class Transformer:
     def cost(self, model: nn.Module) -> float:
         """Return the operations of forward and backward per token, for the model that was built."""
         length = self.sequence_length
-        tokens = _tokens(1, length)
+        tokens = tokens_without_values(1, length)
         if self.quantized:  # counted on plain layers, which torch knows
             with torch.device("meta"):
                 model = self.unfilled(self.dtype)
         # With a whole mask, the model does not read the tokens to find where documents begin.
         mask = torch.ones(1, 1, length, length, dtype=torch.bool, device="meta")
         return training_cost(model, {"input_ids": tokens, "attention_mask": mask, "use_cache": False}, length)
-
-    def example(self, rows: int) -> tuple[dict[str, Any], Callable[[Any], torch.Tensor]]:
-        """Return arguments of a forward of so many samples, without values, and the loss of its output."""
-        inputs = {"input_ids": _tokens(rows, self.sequence_length), "use_cache": False}
-        return inputs, lambda output: mean_loss(output.logits)
 
     def logits(self, model: Callable[..., Any], batch: Batch) -> torch.Tensor:
         """Call the model, or its engine, and return the logits, shape ``(rows, length, vocabulary)``."""
@@ -249,16 +240,6 @@ def language_model(settings: TrainSettings) -> LanguageModel:
         "zeromesh train needs a section 'model', or 'huggingface' with the folder of a model; a file without them is "
         "for a script that calls zeromesh.initialize, as python examples/bert_mlm.py --config examples/bert.json"
     )
-
-
-def _tokens(rows: int, length: int) -> torch.Tensor:
-    return torch.empty(rows, length, dtype=torch.int64, device="meta")
-
-
-def mean_loss(logits: torch.Tensor) -> torch.Tensor:
-    """Return the loss of logits for labels without values, as the run computes it."""
-    wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide, torch.empty(len(wide), dtype=torch.int64, device=wide.device))
 
 
 def quiet() -> None:

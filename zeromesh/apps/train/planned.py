@@ -13,6 +13,7 @@ from torch import nn
 from zeromesh import Environment, init_distributed
 from zeromesh.apps.plan.automatic import asked_of_planner, filled_in, repeated
 from zeromesh.apps.train.check import Job, build_model
+from zeromesh.apps.train.run_example import run_example
 from zeromesh.apps.train.train_settings import TrainSettings
 from zeromesh.base.machine import cpu_threads
 from zeromesh.comm.agreement import world_group
@@ -44,7 +45,7 @@ def planned(config: Path | Mapping[str, Any], overrides: Sequence[str], settings
             return previous
 
     def example() -> tuple[nn.Module, Mapping[str, Any], Callable[[Any], torch.Tensor]]:
-        return build_model(job), *job.language.example(ROWS)
+        return build_model(job), *run_example(job.settings, ROWS)
 
     # The machine is measured with as many threads as each rank will have.
     shared = 1 if launched or "OMP_NUM_THREADS" in os.environ else ranks

@@ -15,6 +15,7 @@ from zeromesh.apps.train.goodput import Spent, read_attempts, totals
 from zeromesh.apps.train.loop import Loop, Progress
 from zeromesh.apps.train.metrics import read_metrics
 from zeromesh.apps.train.model import Transformer
+from zeromesh.apps.train.run_example import run_example
 from zeromesh.apps.train.run_picture import write_run_page
 from zeromesh.apps.train.run_summary import Report, markdown, short_lines
 from zeromesh.apps.train.sample import load_writer
@@ -52,9 +53,8 @@ def close(loop: Loop, began: float, start: Progress, reached: Progress, console:
     if reached.seconds >= WORTH or os.environ.get(MACHINE):
         rows = engine.train_micro_batch_size_per_gpu()
         # From a model that no engine has changed; the other ranks do not wait for it.
-        prediction = engine.prediction_report(
-            job.language.build, *job.language.example(rows * job.settings.rows_per_sample), memory=memory
-        )
+        example = run_example(job.settings, rows * job.settings.rows_per_sample)
+        prediction = engine.prediction_report(job.language.build, *example, memory=memory)
     samples = _samples(job)
     report: Report = {
         "architecture": job.language.name,

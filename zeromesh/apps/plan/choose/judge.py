@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zeromesh.apps.plan.choose.answer import (
@@ -19,6 +19,7 @@ from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
 from zeromesh.apps.plan.choose.resting_experts import resting_text
 from zeromesh.apps.plan.choose.search import PlanCandidate, PlanResult, search
 from zeromesh.apps.plan.choose.space import PlanRequest
+from zeromesh.apps.plan.cost.cost import CostSource
 from zeromesh.apps.plan.predict.lower_bounds import least_memory
 
 
@@ -100,9 +101,9 @@ class LayoutJudgement:
         }
 
 
-def judge(request: PlanRequest, layout: ParallelLayout) -> LayoutJudgement:
-    """Return the judgement of a layout on the request's machine."""
-    machine = request.machine
-    ranks, time = request.memory_on(machine, layout), request.time_on(machine, layout)
+def judge(request: PlanRequest, layout: ParallelLayout, planned: CostSource | None = None) -> LayoutJudgement:
+    """Return the judgement of a layout on the request's machine; ``planned`` is its own cost if it has a saved plan."""
+    machine, own = request.machine, replace(request, source=planned or request.source)
+    ranks, time = own.memory_on(machine, layout), own.time_on(machine, layout)
     candidate = PlanCandidate(layout, machine, request.sequence, ranks, time)
     return LayoutJudgement(candidate, lacking(ranks, layout, machine), search(request))

@@ -18,7 +18,7 @@ from zeromesh.parallel.pipeline.schedule.generators import ROWS as SCHEDULES
 from zeromesh.parallel.pipeline.schedule.schedule_files import read_costs
 from zeromesh.shard.optim.factory import is_elementwise
 
-POLICIES = {"full": Recompute.BLOCKS, "selective": Recompute.PRODUCTS}
+POLICIES = {"full": Recompute.BLOCKS, "selective": Recompute.PRODUCTS, "auto": Recompute.PLANNED}
 GRANULARITY = {policy: name for name, policy in POLICIES.items()}
 """Policies of recomputation by the configuration's word, and the words by policy."""
 

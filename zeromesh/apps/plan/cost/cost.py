@@ -19,6 +19,12 @@ class Recompute(StrEnum):
     SELECTIVE = "selective"  # those of attention's scores alone (Korthikanti et al., 2022)
     PRODUCTS = "all but products"  # of a block; results of matrix products and fused attention are kept
     BLOCKS = "blocks"  # all of a block, from its input
+    PLANNED = "planned"  # of each block what a plan of saved tensors says
+
+    @property
+    def repeats(self) -> bool:
+        """True if blocks are checkpointed."""
+        return self not in (Recompute.NONE, Recompute.SELECTIVE)
 
 
 class Divided(NamedTuple):
@@ -116,6 +122,23 @@ class KernelWork:
 
 
 @dataclass(frozen=True)
+class OperatorCall:
+    """One operator in a block's forward, whose results may be kept for the backward."""
+
+    operator: str  # as "aten::mm"
+    number: int  # of its calls in the block before
+    size: Divided  # bytes of its results
+    unsaved: Divided  # of those bytes, what autograd does not keep without checkpointing
+    kernels: tuple[KernelWork, ...]
+    keepable: bool = True  # false: it must run again, so that what follows computes the same
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Name by which a plan knows it."""
+        return self.operator, self.number
+
+
+@dataclass(frozen=True)
 class TableCost:
     """One embedding whose rows are spread over the ranks, or a layer's experts that rest."""
 
@@ -158,6 +181,8 @@ class UnitCost:
     exchanged: Divided = NONE  # bytes of keys and values that each context rank hands on to the next
     tables: tuple[TableCost, ...] = ()  # that it looks up; their elements are not among ``parameters``
     experts: ExpertCost | None = None  # None: it has none
+    calls: tuple[OperatorCall, ...] = ()  # of a block's forward, in their order; none where it was not traced
+    repeated: tuple[KernelWork, ...] = ()  # kernels that ``Recompute.PLANNED`` computes again
 
     def elements(self, tensor: int = 1, expert: int = 1) -> tuple[float, float]:
         """Return the elements with gradients on a rank: those beside the experts, and those of experts in a unit.

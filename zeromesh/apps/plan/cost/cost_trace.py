@@ -12,7 +12,17 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from zeromesh.apps.plan.cost.cost import NONE, Divided, ExpertCost, KernelWork, ModelCost, TableCost, UnitCost, WorkKind
+from zeromesh.apps.plan.cost.cost import (
+    NONE,
+    Divided,
+    ExpertCost,
+    KernelWork,
+    ModelCost,
+    OperatorCall,
+    TableCost,
+    UnitCost,
+    WorkKind,
+)
 from zeromesh.apps.plan.cost.cuts import cuts_of
 from zeromesh.apps.plan.cost.estimate import estimate
 from zeromesh.apps.plan.cost.passes import (
@@ -192,7 +202,7 @@ def _aligned(first: Sequence[TracedUnit], second: Sequence[TracedUnit]) -> bool:
 
     def form(units: Sequence[TracedUnit]) -> list[Any]:
         works = [[[(work.kind, work.divided) for work in unit.works[phase]] for phase in PHASES] for unit in units]
-        counts = [(unit.name, len(unit.forward), len(unit.backward), unit.begun) for unit in units]
+        counts = [(unit.name, len(unit.forward), len(unit.backward), unit.begun, len(unit.calls)) for unit in units]
         return [*works, *counts]
 
     return form(first) == form(second)
@@ -226,6 +236,7 @@ def _table(
                     resident=unit.resident,
                     single=unit.tensors == 1,
                     tables=tuple(unit.tables),
+                    calls=tuple(unit.calls),
                     experts=_experts(unit, batches[number] * sequence, chosen),
                     **covers,
                     **works[number],
@@ -295,7 +306,7 @@ def _line(first: Any, second: Any, weight: float) -> Any:
         return {key: _line(value, second[key], weight) for key, value in first.items()}
     if isinstance(first, tuple):
         return tuple(_line(a, b, weight) for a, b in zip(first, second, strict=True))
-    if isinstance(first, KernelWork | UnitCost | TableCost | ExpertCost):
+    if isinstance(first, KernelWork | OperatorCall | UnitCost | TableCost | ExpertCost):
         parts = {f.name: (getattr(first, f.name), getattr(second, f.name)) for f in fields(first)}
         return replace(first, **{key: _line(a, b, weight) for key, (a, b) in parts.items() if a != b})
     if isinstance(first, int):

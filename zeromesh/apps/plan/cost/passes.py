@@ -15,7 +15,17 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_leaves
 
 from zeromesh.apps.plan.cost.casts import autocast_of
-from zeromesh.apps.plan.cost.cost import ALL_TRAINED, NONE, Divided, Frozen, KernelWork, Recompute, TableCost, WorkKind
+from zeromesh.apps.plan.cost.cost import (
+    ALL_TRAINED,
+    NONE,
+    Divided,
+    Frozen,
+    KernelWork,
+    OperatorCall,
+    Recompute,
+    TableCost,
+    WorkKind,
+)
 from zeromesh.apps.plan.cost.live import Cuts, StorageRecorder, TensorShare, TracedProduct, TracedStorage, divide
 from zeromesh.apps.plan.cost.meta_kernels import kernels_of
 from zeromesh.apps.plan.cost.packed import Packing, frozen_of, packed_weights
@@ -70,17 +80,6 @@ class TraceOptions:
     packing: Packing | None = None  # of the frozen weights of linear layers
     tables: tuple[str, ...] | None = None  # patterns of names of tables; None: embeddings with sparse=True
     tiles: TokenTiles = TokenTiles()
-
-
-class OperatorCall(NamedTuple):
-    """One operator in a block's forward, whose results may be kept for the backward."""
-
-    operator: str  # as "aten::mm"
-    number: int  # of its calls in the block before
-    size: int  # bytes of its results
-    kernels: tuple[KernelWork, ...]
-    saved: int  # of those bytes, what autograd keeps without checkpointing
-    keepable: bool = True  # false: it must run again, so that what follows computes the same
 
 
 @dataclass
@@ -399,9 +398,8 @@ class _Trace:
             # A generator that is not called would give the operators behind it other numbers.
             keepable = not changed and not (call.random and index in drawn)
             drawn |= {index} if call.random else set()
-            size = sum(stored.size for stored in call.results)
-            of_saved = sum(stored.size for stored in call.results if id(stored) in saved)
-            entry = OperatorCall(call.operator, call.number, size, call.kernels, of_saved, keepable)
+            unsaved = _sum([stored for stored in call.results if id(stored) not in saved])
+            entry = OperatorCall(call.operator, call.number, _sum(call.results), unsaved, call.kernels, keepable)
             units[index].calls.insert(0, entry)
 
     def _add_peaks(self, units: Sequence[TracedUnit], saved: Sequence[TracedStorage], forwards: int) -> None:

@@ -146,7 +146,7 @@ class Durations:
             states[name] = states.get(name, 0.0) + seconds
         states["saved_out"] = self._saved_out(unit)
         dispatch = self._dispatch(unit)
-        repeated = layout.recompute in (Recompute.BLOCKS, Recompute.PRODUCTS)
+        repeated = layout.recompute.repeats
         # A weight's gradient is read and added to the sum over micro-batches.
         widths = layout.widths
         moved = (dense + experts) * (widths.parameter + 2 * widths.gradient)
@@ -179,8 +179,13 @@ class Durations:
             return 0.0, 0.0
         if layout.recompute is Recompute.BLOCKS:
             return forward, 1.0
-        if layout.recompute is Recompute.PRODUCTS:
-            seconds = self.speed.total(work for work in unit.forward if not _is_kept(work))
+        if layout.recompute is Recompute.PLANNED and not unit.repeated:
+            return 0.0, 0.0
+        if layout.recompute in (Recompute.PRODUCTS, Recompute.PLANNED):
+            planned = layout.recompute is Recompute.PLANNED
+            seconds = self.speed.total(
+                unit.repeated if planned else (work for work in unit.forward if not _is_kept(work))
+            )
             # A processor computes nothing while torch's contexts run, in the forward and again.
             calls = sum(work.count for work in unit.forward) if self.node.device.processor else 0
             return seconds + 2 * CONTEXT_SECONDS * calls, 1.0

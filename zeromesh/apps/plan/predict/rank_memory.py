@@ -344,7 +344,7 @@ class _Rank:
             if forward:
                 saved += self.kept(unit) * count
                 parts = self.resting(summed, done)
-                again = unit.again if self.layout.recompute in (Recompute.BLOCKS, Recompute.PRODUCTS) else 0.0
+                again = unit.again if self.layout.recompute.repeats else 0.0
                 yield self.moment(parts, full.bytes(), unit, saved, again + unit.forward, f"forward of {unit.name}")
                 continue
             # Bytes change evenly once all slots are in use, up to the last of a run.
