@@ -170,7 +170,7 @@ def test_numbers_of_bf16_infinities_and_nans_stay_what_they_are() -> None:
 COUNT = 1 << 18
 
 
-@pytest.mark.parametrize("index", range(rounding.STATES))
+@pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("same", ["gradient", "master"])
 def test_rounding_is_right_on_the_average_and_within_a_last_place(index: int, same: str) -> None:
     torch.manual_seed(index)
