@@ -1,5 +1,6 @@
 """States that the planner foresees are those that the engine reports, byte by byte."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +16,9 @@ from zeromesh import Settings
 from zeromesh.apps.plan.choose.layout_documents import layout_from
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
 from zeromesh.apps.plan.cost.cost import Divided, ModelCost, UnitCost
+from zeromesh.apps.plan.machine.presets import cluster
 from zeromesh.apps.plan.predict.rank_memory import memory_of
+from zeromesh.base.kernels import update_pass
 from zeromesh.base.placement import ROWS, PlacementRow, Tier
 from zeromesh.comm.ordered_sums import SumPlace
 from zeromesh.shard import sizes
@@ -196,3 +199,27 @@ def test_an_update_widens_narrow_sums_of_one_unit_or_of_all(kind: str, more: dic
     (update,) = (moment for moment in rank.timeline if moment.label == "update")
     assert update.bytes["temporary"] == max(seen)
     assert (len(seen) > 1) is parts
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_update_of_narrow_states_widens_no_sums() -> None:
+    more = ADAMW | {"data_types": {"grad_accum_dtype": "bf16"}, "optimizer_state_dtype": "bf16"}
+    config = engine_configuration({"stage": 2}, 2, Path(), more)
+    handed: list[torch.Tensor | None] = []
+    plain = ShardedModel.set_gradients
+
+    def noted(self: ShardedModel, *args: Any) -> None:
+        plain(self, *args)
+        handed.extend(piece.parameter.grad for flat in self.flats for *_, piece in flat.pieces)
+
+    with patch.object(ShardedModel, "set_gradients", noted):
+        _, sums = reported(config)
+    assert handed
+    assert all(gradient is None for gradient in handed)
+    layout, _ = layout_from(Settings.load(config), 1)
+    machine, block = cluster("h100", 1), 2 * (2 * WIDTH * WIDTH) + 3 * WIDTH
+    nodes = tuple((replace(node, device=replace(node.device, processor=True)), n) for node, n in machine.nodes)
+    for used, of_element in ((machine, update_pass.WINDOW_BYTES), (replace(machine, nodes=nodes), 0)):
+        (rank,) = memory_of(Cost(), 8, layout, used, sums=sums)
+        (update,) = (moment for moment in rank.timeline if moment.label == "update")
+        assert update.bytes["temporary"] == block * of_element

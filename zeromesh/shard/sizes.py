@@ -8,6 +8,7 @@ from itertools import islice
 from math import ceil
 from typing import NamedTuple
 
+from zeromesh.base.kernels import update_pass
 from zeromesh.base.placement import ROWS, Placement, PlacementRow, Tier, offloaded_units
 from zeromesh.comm.ordered_sums import SumPlace
 from zeromesh.shard.layout import padded, round_up
@@ -86,7 +87,8 @@ class RankStates:
     spare: float = 0.0  # of those, what the last unit before an update does not need
     working: float = 0.0  # buffers for whole gradients, their sums and what is sent; at the most
     buffers: GradientBuffers | None = None  # None: ``working`` is there all the time
-    widened: float = 0.0  # gradients as wide as their masters, in the update; 0: their sums are
+    # In the update: gradients as wide as their masters, where sums are narrower, or what the kernels' rules make.
+    widened: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,7 @@ class StateLayout:
     gradient_slots: int = 2
     early: float = 0.0  # share of states off the device whose update begins in the backward, into second copies
     in_parts: bool = True  # the optimizer can take its step unit by unit
+    by_rules: bool = False  # the kernels' rules update what is on the device, from the sums as they are
 
 
 class Sharing(NamedTuple):
@@ -204,11 +207,13 @@ def state_sizes(units: Sequence[UnitElements], layout: StateLayout, sharing: Sha
         for unit, own_row in sizes
         if own_row.optimizer_tier is Tier.DEVICE
     ]
-    update_size = max((size for size, _ in here), default=0.0) if layout.in_parts else sum(size * n for size, n in here)
+    largest_here = max((size for size, _ in here), default=0.0)
+    update_size = largest_here if layout.in_parts else sum(size * n for size, n in here)
     master = widths.master or widths.parameter
-    return RankStates(
-        resting, gathered, spare, working, lent, update_size * master if widths.gradient < master else 0.0
-    )
+    widened = update_size * master if widths.gradient < master else 0.0
+    if layout.by_rules:
+        widened = min(largest_here, update_pass.WINDOW) * update_pass.WINDOW_BYTES
+    return RankStates(resting, gathered, spare, working, lent, widened)
 
 
 def place_frozen(

@@ -4,6 +4,10 @@
 //   WIDTH               floats in a vector: 4, 8 or 16
 //   SQRT, FMA           of vectors, rounded once
 //   FROM_HALF, TO_HALF  between WIDTH halves in 16-bit integers and floats
+//   FROM_UPPER          floats of which WIDTH 16-bit integers are the upper halves
+//   FROM_SIGNED         WIDTH signed 16-bit integers, as wide ones
+//   HALF(x, upper)      the upper or lower halves of wide integers
+//   IF_NUMBER(x, y, n)  integers y where the float x is a number, and n where it is a NaN
 //   STREAM              store to an aligned address, past the caches
 //
 // All is done lane by lane in the same order of roundings, and what is left at the end goes through whole vectors, too.
@@ -39,30 +43,26 @@ INLINE FLOATS NAME(widen)(const void *from, int64_t i, int type) {
     if (type == FLOAT32) return NAME(load)((const float *)from + i);
     SHORTS x = *(const NAME(shorts_anywhere) *)((const uint16_t *)from + i);
     if (type == FLOAT16) return FROM_HALF(x);
-    return (FLOATS)(__builtin_convertvector(x, INTEGERS) << 16);
+    return FROM_UPPER(x);
 }
 
 // Rounded to nearest, ties to even. A NaN stays one.
 INLINE SHORTS NAME(to_bfloat)(FLOATS x) {
     INTEGERS bits = (INTEGERS)x;
-    INTEGERS rounded = bits + 0x7fff + ((bits >> 16) & 1);
-    INTEGERS quiet = bits | 0x400000;
-    INTEGERS nan = (INTEGERS)((bits & 0x7fffffff) > 0x7f800000);
-    return __builtin_convertvector(((nan & quiet) | (~nan & rounded)) >> 16, SHORTS);
+    return HALF(IF_NUMBER(x, bits + 0x7fff + ((bits >> 16) & 1), bits | 0x400000), 1);
 }
 
-// Bits from an element's own numbers, which zeromesh/base/kernels/rounding.py explains.
-INLINE INTEGERS NAME(random_bits)(FLOATS gradient, FLOATS master, uint32_t salt) {
-    INTEGERS x = ((INTEGERS)gradient ^ salt) * 0x7feb352d;
-    x = (x ^ (x >> 15) ^ (INTEGERS)master) * 0x846ca68b;
-    x = (x ^ (x >> 16)) * 0x7feb352d;
-    return x ^ (x >> 15);
+// 16 bits for each state from an element's own numbers, which zeromesh/base/kernels/rounding.py explains.
+INLINE void NAME(random_bits)(FLOATS gradient, FLOATS master, uint32_t salt, INTEGERS random[2]) {
+    INTEGERS x = ((INTEGERS)gradient ^ salt) * 0x7feb352d ^ (INTEGERS)master;
+    x = (x ^ (x >> 15)) * 0x846ca68b;
+    random[1] = x >> 16;
+    random[0] = (x & 0xffff) ^ random[1];
 }
 
 // Rounded to one of the two next to it, by 16 random bits. They leave infinity what it is, and NaNs go without them.
 INLINE SHORTS NAME(to_bfloat_randomly)(FLOATS x, INTEGERS random) {
-    INTEGERS number = (INTEGERS)(x == x);
-    return __builtin_convertvector(((INTEGERS)x + (number & random)) >> 16, SHORTS);
+    return HALF(IF_NUMBER(x, (INTEGERS)x + random, (INTEGERS)x), 1);
 }
 
 INLINE void NAME(narrow)(void *to, int64_t i, int type, FLOATS x) {
@@ -72,18 +72,15 @@ INLINE void NAME(narrow)(void *to, int64_t i, int type, FLOATS x) {
 
 // The upper 16 bits and the signed lower ones, which zeromesh/base/kernels/halves.py explains, as the float they make up.
 INLINE FLOATS NAME(join)(const uint16_t *upper, const uint16_t *lower) {
-    INTEGERS high = __builtin_convertvector(*(const NAME(shorts_anywhere) *)upper, INTEGERS);
-    INTEGERS low = __builtin_convertvector(*(const NAME(shorts_anywhere) *)lower, INTEGERS);
-    return (FLOATS)((high << 16) + (low ^ 0x8000) - 0x8000);
+    INTEGERS high = (INTEGERS)FROM_UPPER(*(const NAME(shorts_anywhere) *)upper);
+    return (FLOATS)(high + FROM_SIGNED(*(const NAME(shorts_anywhere) *)lower));
 }
 
-// The other way. A NaN stays one, without what its lower bits said.
+// The other way, of what a rule has computed: a NaN is a quiet one. It stays one, without what its lower bits said.
 INLINE void NAME(split)(uint16_t *upper, uint16_t *lower, FLOATS x) {
-    INTEGERS bits = (INTEGERS)x;
-    INTEGERS nan = (INTEGERS)((bits & 0x7fffffff) > 0x7f800000);
-    bits = (nan & (bits | 0x400000) & 0xffff0000) | (~nan & bits);
-    *(NAME(shorts_anywhere) *)upper = __builtin_convertvector((bits + 0x8000) >> 16, SHORTS);
-    *(NAME(shorts_anywhere) *)lower = __builtin_convertvector(bits & 0xffff, SHORTS);
+    INTEGERS bits = IF_NUMBER(x, (INTEGERS)x, (INTEGERS)x & 0xffff0000);
+    *(NAME(shorts_anywhere) *)upper = HALF(bits + 0x8000, 1);
+    *(NAME(shorts_anywhere) *)lower = HALF(bits, 0);
 }
 
 // start + weight * (end - start), from the end that is nearer: exact at both.
@@ -122,35 +119,36 @@ INLINE void NAME(rule)(int rule, const struct row *row, FLOATS g, FLOATS *p, FLO
     }
 }
 
+// Asks for what the 32 elements from i on are to find, a line of memory of those that have 16 bits.
+INLINE void NAME(ask)(int rule, const struct row *row, const struct piece *q, int64_t i, int halves, int narrow) {
+    int states = rule == ADAM ? 2 : rule == SGD ? row->momentous : 1;
+    ASK(q->gradient, 2 * i, 2);
+    if (halves) ASK(q->remainder, 2 * i, 2);
+    for (int k = 0; k <= states; k++) {
+        int64_t wide = (k ? IS_NARROW(narrow, k) : halves) ? 2 : 4;
+        ASK(q->read[k], wide * i, wide);
+        if (wide == 4) ASK(q->read[k], wide * i + 64, wide);
+    }
+    if (q->parameter) ASK(q->parameter, 2 * i, 2);
+}
+
 // A vector of elements, from i on.
 INLINE void NAME(advance)(int rule, const struct row *row, const struct piece *q, int64_t i, int stream, int halves,
                           int narrow) {
     FLOATS x[3] = {{0}};
-    INTEGERS random = {0};
+    INTEGERS random[2] = {{0}};
     int states = rule == ADAM ? 2 : rule == SGD ? row->momentous : 1;
-    ASK(q->gradient, 2 * i, 2);
-    if (halves) {
-        ASK(q->read[0], 2 * i, 2);
-        ASK(q->remainder, 2 * i, 2);
-        x[0] = NAME(join)((const uint16_t *)q->read[0] + i, q->remainder + i);
-    }
-    for (int k = halves; k <= states; k++) {
-        int type = IS_NARROW(narrow, k) ? BFLOAT16 : FLOAT32;
-        ASK(q->read[k], bytes_of(type) * i, bytes_of(type));
-        x[k] = NAME(widen)(q->read[k], i, type);
-    }
+    if (halves) x[0] = NAME(join)((const uint16_t *)q->read[0] + i, q->remainder + i);
+    for (int k = halves; k <= states; k++) x[k] = NAME(widen)(q->read[k], i, IS_NARROW(narrow, k) ? BFLOAT16 : FLOAT32);
     FLOATS g = NAME(widen)(q->gradient, i, q->gradient_type) * row->scale;
-    if (narrow) random = NAME(random_bits)(g, x[0], row->salt);
+    if (narrow) NAME(random_bits)(g, x[0], row->salt, random);
     NAME(rule)(rule, row, g, &x[0], &x[1], &x[2]);
     if (halves) NAME(split)((uint16_t *)q->write[0] + i, q->new_remainder + i, x[0]);
     for (int k = halves; k <= states; k++)
         if (IS_NARROW(narrow, k))
-            *(NAME(shorts_anywhere) *)((uint16_t *)q->write[k] + i) =
-                NAME(to_bfloat_randomly)(x[k], k == 1 ? random & 0xffff : random >> 16);
+            *(NAME(shorts_anywhere) *)((uint16_t *)q->write[k] + i) = NAME(to_bfloat_randomly)(x[k], random[k - 1]);
         else NAME(store)((float *)q->write[k] + i, x[k], stream);
-    if (!q->parameter) return;
-    ASK(q->parameter, 2 * i, 2);
-    NAME(narrow)(q->parameter, i, q->parameter_type, x[0]);
+    if (q->parameter) NAME(narrow)(q->parameter, i, q->parameter_type, x[0]);
 }
 
 INLINE void NAME(elements)(int rule, const struct row *given, const struct piece *whole, int64_t begin, int64_t end,
@@ -158,7 +156,10 @@ INLINE void NAME(elements)(int rule, const struct row *given, const struct piece
     struct row row = *given;
     struct piece q = *whole;
     int64_t i = begin;
-    for (; i + WIDTH <= end; i += WIDTH) NAME(advance)(rule, &row, &q, i, stream, halves, narrow);
+    for (; i + WIDTH <= end; i += WIDTH) {
+        if (i % 32 == 0) NAME(ask)(rule, &row, &q, i, halves, narrow);
+        NAME(advance)(rule, &row, &q, i, stream, halves, narrow);
+    }
     if (i == end) return;
     // The rest, in copies with zeros behind.
     float state[3][WIDTH] = {{0}}, gradient[WIDTH] = {0}, parameter[WIDTH] = {0};
@@ -291,5 +292,9 @@ TARGET static double NAME(squares)(const void *from, int64_t elements, int type)
 #undef FMA
 #undef FROM_HALF
 #undef TO_HALF
+#undef FROM_UPPER
+#undef FROM_SIGNED
+#undef HALF
+#undef IF_NUMBER
 #undef STREAM
 #undef FENCE

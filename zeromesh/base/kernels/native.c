@@ -20,6 +20,19 @@ typedef double squares_function(const void *, int64_t, int);
 #include <cpuid.h>
 #include <immintrin.h>
 
+// Shuffles, by what each 16 or 8 bits of the result are of. The first two: of 16 bits, the upper half of each number.
+#define SPREAD_WORDS \
+    ((__m512i)(__v8du){0x0001000100000000, 0x0003000300020002, 0x0005000500040004, 0x0007000700060006, \
+                       0x0009000900080008, 0x000b000b000a000a, 0x000d000d000c000c, 0x000f000f000e000e})
+#define SPREAD_BYTES \
+    ((__m256i)(__v4du){0x0302808001008080, 0x0706808005048080, 0x0b0a808009088080, 0x0f0e80800d0c8080})
+// The other way: the lower half of each number, or the upper one, which is one word further on.
+#define WORDS_OF(upper) \
+    ((__m512i)((__v8du){0x0006000400020000, 0x000e000c000a0008, 0x0016001400120010, 0x001e001c001a0018} + \
+               (upper) * 0x0001000100010001u))
+#define BYTES_OF(upper) \
+    ((__m256i)((__v4du){0x0d0c090805040100, 0, 0x0d0c090805040100, 0} + (upper) * 0x0202020202020202u))
+
 #define NAME(x) x##_avx512
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
 #define WIDTH 16
@@ -27,6 +40,14 @@ typedef double squares_function(const void *, int64_t, int);
 #define FMA(a, b, c) ((FLOATS)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
 #define FROM_HALF(x) ((FLOATS)_mm512_cvtph_ps((__m256i)(x)))
 #define TO_HALF(x) ((SHORTS)_mm512_cvtps_ph((__m512)(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+#define FROM_UPPER(x) \
+    ((FLOATS)_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, SPREAD_WORDS, _mm512_castsi256_si512((__m256i)(x))))
+#define FROM_SIGNED(x) ((INTEGERS)_mm512_cvtepi16_epi32((__m256i)(x)))
+#define HALF(x, upper) \
+    ((SHORTS)_mm512_castsi512_si256(_mm512_permutexvar_epi16(WORDS_OF(upper), (__m512i)(x))))
+#define IF_NUMBER(x, yes, no) \
+    ((INTEGERS)_mm512_mask_mov_epi32((__m512i)(no), \
+                                     _mm512_cmp_ps_mask((__m512)(x), (__m512)(x), _CMP_ORD_Q), (__m512i)(yes)))
 #define STREAM(to, x) _mm512_stream_ps(to, (__m512)(x))
 #define FENCE() _mm_sfence()
 #include "lanes.h"
@@ -38,6 +59,14 @@ typedef double squares_function(const void *, int64_t, int);
 #define FMA(a, b, c) ((FLOATS)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
 #define FROM_HALF(x) ((FLOATS)_mm256_cvtph_ps((__m128i)(x)))
 #define TO_HALF(x) ((SHORTS)_mm256_cvtps_ph((__m256)(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+#define FROM_UPPER(x) ((FLOATS)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256((__m128i)(x)), SPREAD_BYTES))
+#define FROM_SIGNED(x) ((INTEGERS)_mm256_cvtepi16_epi32((__m128i)(x)))
+#define HALF(x, upper) \
+    ((SHORTS)_mm256_castsi256_si128( \
+        _mm256_permute4x64_epi64(_mm256_shuffle_epi8((__m256i)(x), BYTES_OF(upper)), 0x08)))
+#define IF_NUMBER(x, yes, no) \
+    ((INTEGERS)_mm256_blendv_ps((__m256)(no), (__m256)(yes), \
+                                _mm256_cmp_ps((__m256)(x), (__m256)(x), _CMP_ORD_Q)))
 #define STREAM(to, x) _mm256_stream_ps(to, (__m256)(x))
 #define FENCE() _mm_sfence()
 #include "lanes.h"
@@ -67,6 +96,10 @@ static int has_avx512(void) {
 #define FMA(a, b, c) ((FLOATS)vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b)))
 #define FROM_HALF(x) ((FLOATS)vcvt_f32_f16((float16x4_t)(x)))
 #define TO_HALF(x) ((SHORTS)vcvt_f16_f32((float32x4_t)(x)))
+#define FROM_UPPER(x) ((FLOATS)(__builtin_convertvector(x, INTEGERS) << 16))
+#define FROM_SIGNED(x) ((__builtin_convertvector(x, INTEGERS) ^ 0x8000) - 0x8000)
+#define HALF(x, upper) __builtin_convertvector((x) >> 16 * (upper), SHORTS)
+#define IF_NUMBER(x, yes, no) ((INTEGERS)NAME(select)((INTEGERS)((x) == (x)), (FLOATS)(yes), (FLOATS)(no)))
 #define STREAM(to, x) (*(NAME(floats_anywhere) *)(to) = (x))
 #define FENCE()
 #include "lanes.h"

@@ -16,9 +16,6 @@ _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - 2**32  # of Wellons, "Prospecting for
 _EXPONENT = 0x7F800000
 NARROW = torch.bfloat16  # what a state may rest in besides fp32
 
-# 16 of the 32 random bits of an element go to each state.
-STATES = 2
-
 
 @functools.lru_cache(maxsize=256)
 def salt_of(number: int) -> int:
@@ -27,10 +24,12 @@ def salt_of(number: int) -> int:
 
 
 def random_bits(gradient: torch.Tensor, master: torch.Tensor, salt: int) -> torch.Tensor:
-    """Return 32 random bits for each element, int32, of its fp32 gradient, scaled, and fp32 master before the step."""
-    bits = (gradient.view(torch.int32) ^ salt) * _FIRST
-    bits = _shifted(bits, 15).bitwise_xor_(master.view(torch.int32)).mul_(_SECOND)
-    return _shifted(_shifted(bits, 16).mul_(_FIRST), 15)
+    """Return 32 random bits for each element, int32, of its fp32 gradient, scaled, and fp32 master before the step.
+
+    The lower 16 are for the first state of a rule and the upper ones for the second.
+    """
+    bits = ((gradient.view(torch.int32) ^ salt) * _FIRST).bitwise_xor_(master.view(torch.int32))
+    return _shifted(_shifted(bits, 15).mul_(_SECOND), 16)
 
 
 def _shifted(bits: torch.Tensor, count: int) -> torch.Tensor:

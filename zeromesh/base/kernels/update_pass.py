@@ -22,8 +22,9 @@ from zeromesh.base.kernels.update_rules import RULES, Group
 # From so many elements on, results that go elsewhere are written past the caches, which could not keep them.
 STREAMED = 1 << 20
 
-# Elements that torch updates at a time, so that its intermediate results are small beside the states.
-WINDOW = 1 << 22
+# Elements that torch updates at a time, so that its intermediate results are small beside the states; and their bytes
+# for each of those elements, at the most.
+WINDOW, WINDOW_BYTES = 1 << 22, 45
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,7 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
         gradient_slots=settings.slots.gradient or 2,
         early=settings.zero_optimization.early_share or 0.0,
         in_parts=named is None or is_elementwise(named.type, named.params),
+        by_rules=named is not None and settings.has_narrow_states,
         widths=widths_of(settings),
         tables=tables_of(settings),
         resting=resting_of(settings),

@@ -101,9 +101,9 @@ def memory_of(
             states[elements] = conventions.states(elements, layout, sums or SumPlace.COLLECTIVE)
         tables = [table for runs in chunks for unit, count in runs for table in unit.tables * count]
         resting = table_states(tables, layout, processor)
-        for key, size in states[elements].resting.items():
-            resting[key] = resting.get(key, 0.0) + size
-        own_states = replace(states[elements], resting=resting)
+        resting |= {key: resting.get(key, 0.0) + size for key, size in states[elements].resting.items()}
+        widened = 0.0 if processor and layout.by_rules else states[elements].widened  # its update is one pass
+        own_states = replace(states[elements], resting=resting, widened=widened)
         of_rows = sum(row_gradients(table, layout) for table in tables)
         memories.append(_Rank(chunks, own_states, layout, conventions, of_rows).memory(rank, shots, fixed))
     return memories
