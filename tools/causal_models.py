@@ -198,13 +198,14 @@ def _tiny(kind: Any, special: dict[str, Any]) -> Any:
     )
 
 
-def configuration(name: str) -> Any:
-    """A tiny one for a type of models."""
+def configuration(name: str, kind: Any = None) -> Any:
+    """A tiny one for a type of models, and one class of them; None: the causal one."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config = _tiny(transformers.CONFIG_MAPPING[name], SPECIAL.get(name, {}))
-    wanted = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]).config_class
+    kind = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]) if kind is None else kind
+    wanted = kind.config_class
     return config if wanted is None or isinstance(config, wanted) else config.get_text_config(decoder=True)
 
 
