@@ -269,6 +269,7 @@ def throughout(dtype: torch.dtype) -> Iterator[None]:
     if dtype is not torch.float64:
         yield
         return
+    same.__name__ = "softmax"  # by which rules know it
     replaced = {stays_typed: to_type, stays: to, stays_double: to_float, same: softmax}
     with (
         patch.object(torch.Tensor, "type", stays_typed),

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from zeromesh.comm.mesh import Mesh
 from zeromesh.parallel.context.applied import Unsupported
-from zeromesh.parallel.context.sequence_order import keep
 from zeromesh.parallel.context.spread_batch import IGNORE_LABEL
 from zeromesh.parallel.context.spread_model import apply
 
@@ -96,7 +95,7 @@ def gradients(model: Any, task: str, given: str, applied: Any = None) -> tuple[f
     loss = getattr(output, "loss", None)
     if loss is None:
         labels = data["labels"] if task != "causal" else nn.functional.pad(data["labels"][:, 1:], (0, 1), value=-100)
-        labels = labels if applied is None else keep(labels, applied.group.rank, applied.group.size, 1)
+        labels = labels if applied is None else applied.part(labels)
         loss = nn.functional.cross_entropy(output.logits.flatten(0, 1), labels.flatten())
         loss = loss if applied is None else applied.mean_loss(loss, labels)
     loss.backward()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from zeromesh.comm.collectives import Group
 from zeromesh.parallel.context import spread_batch as batch
+from zeromesh.parallel.context.sequence_order import keep
 from zeromesh.parallel.context.spread_attention import Attention, attend, by_heads
 
 
@@ -32,11 +33,12 @@ class SpreadSequences:
     Attributes:
         active: True if the model's sequences are spread at present.
         losses: number of calls of the model's loss function since the forward began.
+        consecutive: True if a rank has consecutive tokens, and not those of ``sequence_order.py``.
     """
 
     def __init__(self, strategy: str, group: Group, tag: int) -> None:
         self.strategy, self.group, self.tag = strategy, group, tag
-        self.active, self._sends = True, True
+        self.active, self._sends, self.consecutive = True, True, False
         self._attentions = self.losses = 0
         # A compiler cannot follow messages between ranks, and would compile anew for each number of calls.
         self._uncompiled = torch.compiler.disable(self._attend)
@@ -52,6 +54,12 @@ class SpreadSequences:
     def __deepcopy__(self, memo: dict[int, Any]) -> SpreadSequences:
         """Return the same object: a copy of a model is spread over the same ranks."""
         return self
+
+    def part(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return this rank's part of a tensor with a dim of tokens, such as labels."""
+        if self.consecutive:
+            return x.chunk(self.group.size, dim)[self.group.rank]
+        return keep(x, self.group.rank, self.group.size, dim)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 
 from torch import nn
 
 from zeromesh.comm.collectives import Group
+from zeromesh.parallel.context import followed_sequences as followed
 from zeromesh.parallel.context import huggingface_decoders as huggingface
 from zeromesh.parallel.context import torch_attention as plain
-from zeromesh.parallel.context.applied import SpreadSequences
+from zeromesh.parallel.context.applied import SpreadSequences, Unsupported
 from zeromesh.parallel.context.spread_attention import AUTO, STRATEGIES
+
+logger = logging.getLogger("zeromesh")
 
 TAG = 8  # first of three on the context axis that nothing else uses
 
@@ -39,8 +43,14 @@ def apply(
     # To import transformers takes seconds, and a model of it cannot be there without.
     utils = sys.modules.get("transformers.modeling_utils")
     models = [module for module in model.modules() if utils is not None and isinstance(module, utils.PreTrainedModel)]
-    if models:
-        huggingface.install(models[0], applied, unchecked)
-    else:
-        plain.install(model, applied, unchecked)
+    try:
+        if models:
+            huggingface.install(models[0], applied, unchecked)
+        else:
+            plain.install(model, applied, unchecked)
+    except Unsupported as error:
+        if strategy != AUTO:
+            raise
+        logger.warning("%s", error)
+        followed.install(models[0] if models else model, applied)
     return applied

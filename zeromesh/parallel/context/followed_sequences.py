@@ -1,0 +1,131 @@
+"""Context parallelism of any model: its code is given activations that stand for whole sequences."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeromesh.base.containers import map_tensors, tensors_of
+from zeromesh.base.substitution import of_library
+from zeromesh.parallel.context import spread_batch as batch
+from zeromesh.parallel.context.applied import SpreadSequences, named_arguments, parameters_of, refuse, replace_forward
+from zeromesh.parallel.context.sequence_order import require_length
+from zeromesh.parallel.follow.activation_parts import guard_functions
+from zeromesh.parallel.follow.split_activation import Sealed, SplitActivation, SplitDim, TensorAxis, part_of, whole
+from zeromesh.parallel.follow.split_rules import as_split
+from zeromesh.parallel.tensor.operators import move
+
+# Each rank holds consecutive tokens, and differentiates its own share of the loss: a parameter's gradient is the mean
+# over the ranks of what they find, as in data parallelism. So what is gathered has the sum of all ranks' gradients, and
+# what a rank takes of a whole, or uses alike, its own.
+_MOVES = {"join": "gather", "sum": "total"}
+
+
+class TokenAxis(TensorAxis):
+    """Messages over the context axis."""
+
+    def __init__(self, applied: SpreadSequences) -> None:
+        self.applied = applied
+        self.size, self.group, self.tag = applied.group.size, applied.group, applied.tag
+
+    def _move(self, x: Tensor, name: str, dim: int = 0) -> Tensor:
+        return super()._move(x, _MOVES[name], dim)
+
+    def take(self, tensor: Tensor, split_dim: SplitDim) -> Tensor:
+        """Keep this rank's part of each section; others have the gradients of theirs."""
+        lengths = [section // self.size for section in split_dim.sections for _ in range(self.size)]
+        own = tensor.split(lengths, split_dim.dim)[self.group.rank :: self.size]
+        return torch.cat(own, split_dim.dim)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Return the same."""
+        return tensor
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Draw random numbers as this rank does anyway."""
+        return nullcontext()
+
+    def again(self, result: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        """Return this rank's part of a result that has the sequence in the dim where one of the activations has it."""
+        splits = [part.split_dim for part in parts if isinstance(part, SplitActivation)]
+        for split_dim in splits:
+            if split_dim.dim < result.ndim and result.shape[split_dim.dim] == split_dim.size:
+                return as_split(self.take(result, split_dim), split_dim, self)
+        return result
+
+    def split(self, x: Any) -> Any:
+        """Return this rank's part of (samples, sequence, ...); what cannot be cut is left whole."""
+        if not isinstance(x, Tensor) or isinstance(x, SplitActivation) or x.ndim < 2 or x.shape[1] % self.size:
+            return x
+        split_dim = SplitDim(1, (x.shape[1],))
+        return as_split(self.take(x, split_dim), split_dim, self)
+
+
+def install(model: nn.Module, applied: SpreadSequences) -> None:
+    """Change a model so that its code is given parts of sequences that stand for the whole."""
+    applied.consecutive = True
+    axis = TokenAxis(applied)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            # Ids that the model makes itself, such as those of a decoder, are whole.
+            module.register_forward_pre_hook(lambda _, args: tuple(map(axis.split, args)))
+        elif any(map(mixes, module.children())):
+            replace_forward(module, partial(_run_whole, axis))
+    if "labels" in parameters_of(type(model)) and hasattr(model, "loss_function"):
+        model.loss_function = partial(_loss, axis, model.loss_function)
+    guard_functions({type(module) for module in model.modules() if not of_library(module)})
+    replace_forward(model, partial(torch.compiler.disable(_run), axis, type(model)))
+
+
+def mixes(module: nn.Module) -> bool:
+    """Return whether a layer reads tokens one after the other, so that what is around it may do so, too."""
+    return isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and max(module.kernel_size) > 1)
+
+
+def _run_whole(axis: TokenAxis, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Compute a module on whole sequences, on each rank, and keep this rank's part of its results."""
+    parts = [x for x in tensors_of((args, kwargs)) if isinstance(x, SplitActivation)]
+    return map_tensors(forward(*whole(args), **whole(kwargs)), lambda x: axis.again(x, parts))
+
+
+def _run(axis: TokenAxis, kind: type[nn.Module], forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+    applied = axis.applied
+    if not applied.active:
+        return forward(*args, **kwargs)
+    named = named_arguments(kind, args, kwargs)
+    if named.get("past_key_values") is not None:
+        raise refuse(kind.__name__, "it is called with a cache, as in generation", "generate within paused()")
+    if "use_cache" in parameters_of(kind):
+        named["use_cache"] = False
+    for name in batch.TOKENS:
+        if named.get(name) is not None:
+            require_length(named[name].shape[1], axis.size)
+            named[name] = axis.split(named[name])
+    with Sealed():
+        return map_tensors(forward(**named), partial(_leave, axis))
+
+
+def _leave(axis: TokenAxis, x: Tensor) -> Tensor:
+    """Return a result of this rank's tokens, as a plain tensor."""
+    if not isinstance(x, SplitActivation):
+        return x
+    return part_of(x) if x.split_dim.dim == 1 and len(x.split_dim.sections) == 1 else x.gathered()
+
+
+def _loss(axis: TokenAxis, loss: Any, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Compute a model's loss of this rank's tokens, and the mean over all ranks."""
+    applied = axis.applied
+    if not applied.active or not isinstance(logits, SplitActivation) or logits.split_dim.dim != 1:
+        return loss(logits, labels, *args, **kwargs)
+    if shifts := "shift_labels" in inspect.signature(loss).parameters:
+        given = kwargs.pop("shift_labels", None)
+        labels = nn.functional.pad(labels[:, 1:], (0, 1), value=batch.IGNORE_LABEL) if given is None else given
+    local = axis.take(labels, SplitDim(1, (labels.shape[1],)))
+    shifted = {"shift_labels": local} if shifts else {}
+    return applied.mean_loss(loss(part_of(logits), local, *args, **shifted, **kwargs), local)
