@@ -17,7 +17,16 @@ from zeromesh.parallel.context import spread_batch as batch
 from zeromesh.parallel.context.applied import SpreadSequences, named_arguments, parameters_of, refuse, replace_forward
 from zeromesh.parallel.context.sequence_order import require_length
 from zeromesh.parallel.follow.activation_parts import guard_functions
-from zeromesh.parallel.follow.split_activation import Sealed, SplitActivation, SplitDim, TensorAxis, part_of, whole
+from zeromesh.parallel.follow.split_activation import (
+    NeedsWhole,
+    Sealed,
+    SplitActivation,
+    SplitDim,
+    TensorAxis,
+    is_sealed,
+    part_of,
+    whole,
+)
 from zeromesh.parallel.follow.split_rules import as_split
 from zeromesh.parallel.tensor.operators import move
 
@@ -72,26 +81,60 @@ def install(model: nn.Module, applied: SpreadSequences) -> None:
     applied.consecutive = True
     axis = TokenAxis(applied)
     for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            # Ids that the model makes itself, such as those of a decoder, are whole.
-            module.register_forward_pre_hook(lambda _, args: tuple(map(axis.split, args)))
-        elif any(map(mixes, module.children())):
-            replace_forward(module, partial(_run_whole, axis))
+        replace_forward(module, _Followed(axis, module).run)
     if "labels" in parameters_of(type(model)) and hasattr(model, "loss_function"):
         model.loss_function = partial(_loss, axis, model.loss_function)
     guard_functions({type(module) for module in model.modules() if not of_library(module)})
     replace_forward(model, partial(torch.compiler.disable(_run), axis, type(model)))
 
 
-def mixes(module: nn.Module) -> bool:
-    """Return whether a layer reads tokens one after the other, so that what is around it may do so, too."""
-    return isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and max(module.kernel_size) > 1)
+class _Followed:
+    """Forward of a module that may be given parts of sequences.
 
+    Attributes:
+        needs_whole: True if the module is given whole sequences, on each rank: it reads tokens one after the other, or
+            has a backward of its own, which does not know parts.
+    """
 
-def _run_whole(axis: TokenAxis, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Compute a module on whole sequences, on each rank, and keep this rank's part of its results."""
-    parts = [x for x in tensors_of((args, kwargs)) if isinstance(x, SplitActivation)]
-    return map_tensors(forward(*whole(args), **whole(kwargs)), lambda x: axis.again(x, parts))
+    def __init__(self, axis: TokenAxis, module: nn.Module) -> None:
+        self._axis, self._reads_ids = axis, isinstance(module, nn.Embedding)
+        self._splits: dict[int | str, SplitDim] = {}
+        self.needs_whole = any(
+            isinstance(child, nn.RNNBase) or (isinstance(child, nn.Conv1d) and max(child.kernel_size) > 1)
+            for child in (module, *module.children())
+        )
+
+    def run(self, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Compute the module."""
+        if not self._axis.applied.active or torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        if is_sealed():
+            return self._compute(forward, args, kwargs)
+        # A recomputation in the backward, which is given plain tensors where it was given parts.
+        with Sealed():
+            args = tuple(self._given(*one) for one in enumerate(args))
+            return self._compute(forward, args, {name: self._given(name, x) for name, x in kwargs.items()})
+
+    def _compute(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._reads_ids:  # those that a model makes itself, such as a decoder's, are whole
+            args = tuple(map(self._axis.split, args))
+        parts = [x for x in tensors_of((args, kwargs)) if isinstance(x, SplitActivation)]
+        if not parts:
+            return forward(*args, **kwargs)
+        given = [*enumerate(args), *kwargs.items()]
+        self._splits = {place: x.split_dim for place, x in given if isinstance(x, SplitActivation)}
+        if not self.needs_whole:
+            try:
+                return forward(*args, **kwargs)
+            except NeedsWhole:
+                self.needs_whole = True
+        return map_tensors(forward(*whole(args), **whole(kwargs)), lambda x: self._axis.again(x, parts))
+
+    def _given(self, place: int | str, x: Any) -> Any:
+        split_dim = self._splits.get(place)
+        if split_dim is None or not isinstance(x, Tensor) or isinstance(x, SplitActivation):
+            return x
+        return as_split(x.view_as(x), split_dim, self._axis)
 
 
 def _run(axis: TokenAxis, kind: type[nn.Module], forward: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -101,10 +144,15 @@ def _run(axis: TokenAxis, kind: type[nn.Module], forward: Any, /, *args: Any, **
     named = named_arguments(kind, args, kwargs)
     if named.get("past_key_values") is not None:
         raise refuse(kind.__name__, "it is called with a cache, as in generation", "generate within paused()")
+    if named.get("num_items_in_batch") is not None:
+        reason = "num_items_in_batch counts labels, and the ranks count theirs themselves"
+        raise refuse(kind.__name__, reason, "leave it out")
     if "use_cache" in parameters_of(kind):
         named["use_cache"] = False
-    for name in batch.TOKENS:
-        if named.get(name) is not None:
+    # Others than these may be anything, and are given whole.
+    first = next((name for name, x in named.items() if isinstance(x, Tensor) and x.ndim > 1), "")
+    for name in {*batch.TOKENS} & named.keys() or {first} & named.keys():
+        if named[name] is not None:
             require_length(named[name].shape[1], axis.size)
             named[name] = axis.split(named[name])
     with Sealed():

@@ -128,10 +128,19 @@ def _require_kinds(model: Any, exact: bool) -> None:
         if kind not in replaced:
             what = f"layer {number} of {type(model).__name__}"
             raise refuse(what, f"it is of the kind {kind}, not {' or '.join(replaced)}")
-    for path, _ in model.named_modules():
+    for path, module in model.named_modules():
+        if reason := _OVER_TOKENS.get(type(module).__name__):
+            raise refuse(f"{path} ({type(module).__name__})", reason)
         if exact and path.rpartition(".")[2] == "pooler":
             reason = "it reads the first token, which one rank has"
             raise refuse(path, reason, "build the model with add_pooling_layer=False, or set mesh.context to 1")
+
+
+# Modules of transformers' models outside of attention that compute over tokens, and what.
+_OVER_TOKENS = {
+    "EsmEmbeddings": "it counts the masked tokens of whole sequences",
+    "MobileBertEmbeddings": "it joins each token's embedding with its neighbours'",
+}
 
 
 def _require_causal(model: Any) -> None:

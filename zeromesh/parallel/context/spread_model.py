@@ -12,7 +12,7 @@ from zeromesh.comm.collectives import Group
 from zeromesh.parallel.context import followed_sequences as followed
 from zeromesh.parallel.context import huggingface_decoders as huggingface
 from zeromesh.parallel.context import torch_attention as plain
-from zeromesh.parallel.context.applied import SpreadSequences, Unsupported
+from zeromesh.parallel.context.applied import SpreadSequences, Unsupported, refuse
 from zeromesh.parallel.context.spread_attention import AUTO, STRATEGIES
 
 logger = logging.getLogger("zeromesh")
@@ -45,6 +45,8 @@ def apply(
     models = [module for module in model.modules() if utils is not None and isinstance(module, utils.PreTrainedModel)]
     try:
         if models:
+            if strategy == AUTO and models[0].config.get_text_config(decoder=True) is not models[0].config:
+                raise refuse(type(models[0]).__name__, "its sequences may have images or sounds, whose masks are others")
             huggingface.install(models[0], applied, unchecked)
         else:
             plain.install(model, applied, unchecked)

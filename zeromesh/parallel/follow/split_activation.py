@@ -173,6 +173,11 @@ _sealed: dict[int, Sealed] = {}
 """Thread -> the context that is in force there."""
 
 
+def is_sealed() -> bool:
+    """Return whether a context of ``Sealed`` is in force in this thread."""
+    return get_ident() in _sealed
+
+
 def _is_by_rule(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code.co_filename.startswith(TORCH):
         frame = frame.f_back
