@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from zeromesh.parallel.follow.split_activation import (
     whole,
 )
 from zeromesh.parallel.follow.split_rules import as_split
-from zeromesh.parallel.tensor.operators import move
 
 # Each rank holds consecutive tokens, and differentiates its own share of the loss: a parameter's gradient is the mean
 # over the ranks of what they find, as in data parallelism. So what is gathered has the sum of all ranks' gradients, and
@@ -76,14 +75,13 @@ class TokenAxis(TensorAxis):
         return as_split(self.take(x, split_dim), split_dim, self)
 
 
-def install(model: nn.Module, applied: SpreadSequences) -> None:
-    """Change a model so that its code is given parts of sequences that stand for the whole."""
-    applied.consecutive = True
+def install(model: Any, applied: SpreadSequences) -> None:
+    """Change a model so that, where ``applied.consecutive``, its code is given parts that stand for the whole."""
     axis = TokenAxis(applied)
     for module in model.modules():
         replace_forward(module, _Followed(axis, module).run)
     if "labels" in parameters_of(type(model)) and hasattr(model, "loss_function"):
-        model.loss_function = partial(_loss, axis, model.loss_function)
+        model.loss_function = update_wrapper(partial(_loss, axis, model.loss_function), model.loss_function)
     guard_functions({type(module) for module in model.modules() if not of_library(module)})
     replace_forward(model, partial(torch.compiler.disable(_run), axis, type(model)))
 
@@ -106,7 +104,8 @@ class _Followed:
 
     def run(self, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Compute the module."""
-        if not self._axis.applied.active or torch.compiler.is_compiling():
+        applied = self._axis.applied
+        if not (applied.active and applied.consecutive) or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
         if is_sealed():
             return self._compute(forward, args, kwargs)
@@ -121,7 +120,7 @@ class _Followed:
         parts = [x for x in tensors_of((args, kwargs)) if isinstance(x, SplitActivation)]
         if not parts:
             return forward(*args, **kwargs)
-        given = [*enumerate(args), *kwargs.items()]
+        given: list[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]
         self._splits = {place: x.split_dim for place, x in given if isinstance(x, SplitActivation)}
         if not self.needs_whole:
             try:
@@ -139,7 +138,7 @@ class _Followed:
 
 def _run(axis: TokenAxis, kind: type[nn.Module], forward: Any, /, *args: Any, **kwargs: Any) -> Any:
     applied = axis.applied
-    if not applied.active:
+    if not (applied.active and applied.consecutive):
         return forward(*args, **kwargs)
     named = named_arguments(kind, args, kwargs)
     if named.get("past_key_values") is not None:
@@ -155,15 +154,18 @@ def _run(axis: TokenAxis, kind: type[nn.Module], forward: Any, /, *args: Any, **
         if named[name] is not None:
             require_length(named[name].shape[1], axis.size)
             named[name] = axis.split(named[name])
+    applied.whole_outputs.clear()
     with Sealed():
         return map_tensors(forward(**named), partial(_leave, axis))
 
 
 def _leave(axis: TokenAxis, x: Tensor) -> Tensor:
     """Return a result of this rank's tokens, as a plain tensor."""
-    if not isinstance(x, SplitActivation):
-        return x
-    return part_of(x) if x.split_dim.dim == 1 and len(x.split_dim.sections) == 1 else x.gathered()
+    if isinstance(x, SplitActivation) and x.split_dim.dim == 1 and len(x.split_dim.sections) == 1:
+        return part_of(x)
+    whole_output: Tensor = whole(x)
+    axis.applied.whole_outputs.add(whole_output.shape)
+    return whole_output
 
 
 def _loss(axis: TokenAxis, loss: Any, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Any:
