@@ -136,8 +136,9 @@ def _require_kinds(model: Any, exact: bool) -> None:
             raise refuse(path, reason, "build the model with add_pooling_layer=False, or set mesh.context to 1")
 
 
-# Modules of transformers' models outside of attention that compute over tokens, and what.
+# Modules of transformers' models that compute over tokens beside their attention, and what.
 _OVER_TOKENS = {
+    "DogeAttention": "its mask follows from the values of all tokens",
     "EsmEmbeddings": "it counts the masked tokens of whole sequences",
     "MobileBertEmbeddings": "it joins each token's embedding with its neighbours'",
 }
