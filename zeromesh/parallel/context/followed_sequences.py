@@ -109,6 +109,8 @@ class _Followed:
             return forward(*args, **kwargs)
         if is_sealed():
             return self._compute(forward, args, kwargs)
+        if torch._C._current_graph_task_id() == -1:
+            return forward(*args, **kwargs)  # of another model: transformers' share some functions
         # A recomputation in the backward, which is given plain tensors where it was given parts.
         with Sealed():
             args = tuple(self._given(*one) for one in enumerate(args))
@@ -117,7 +119,7 @@ class _Followed:
     def _compute(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._reads_ids:  # those that a model makes itself, such as a decoder's, are whole
             args = tuple(map(self._axis.split, args))
-        parts = [x for x in tensors_of((args, kwargs)) if isinstance(x, SplitActivation)]
+        parts = [x for x in tensors_of((args, kwargs)) if isinstance(x, SplitActivation) and x.axis is self._axis]
         if not parts:
             return forward(*args, **kwargs)
         given: list[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]
