@@ -38,7 +38,7 @@ class SpreadSequences:
         losses: number of calls of the model's loss function since the forward began.
         whole_outputs: shapes of what the last forward of ``consecutive`` tokens returned whole.
         others: settings together with which ``consecutive`` is refused.
-        forwards: number of forwards of a torch module that have ended.
+        forwards: number of forwards that have ended without ``consecutive``.
         consecutive: True if a rank has consecutive tokens, and not those of ``sequence_order.py``.
     """
 
@@ -58,6 +58,11 @@ class SpreadSequences:
     def exact(self) -> bool:
         """True if attention that is not plainly causal can have all tokens of some heads."""
         return self.strategy != "ring"
+
+    @property
+    def replaces(self) -> bool:
+        """True if attention is replaced by one over the ranks at present."""
+        return self.active and not self.consecutive
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SpreadSequences:
         """Return the same object: a copy of a model is spread over the same ranks."""

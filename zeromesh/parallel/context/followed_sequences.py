@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from zeromesh.base.containers import map_tensors, tensors_of
 from zeromesh.base.substitution import of_library
 from zeromesh.parallel.context import spread_batch as batch
-from zeromesh.parallel.context.applied import SpreadSequences, named_arguments, parameters_of, refuse, replace_forward
+from zeromesh.parallel.context.applied import (
+    SpreadSequences,
+    Unsupported,
+    named_arguments,
+    parameters_of,
+    refuse,
+    replace_forward,
+)
 from zeromesh.parallel.context.sequence_order import require_length
 from zeromesh.parallel.follow.activation_parts import guard_functions
 from zeromesh.parallel.follow.split_activation import (
@@ -83,7 +90,7 @@ def install(model: Any, applied: SpreadSequences) -> None:
     if "labels" in parameters_of(type(model)) and hasattr(model, "loss_function"):
         model.loss_function = update_wrapper(partial(_loss, axis, model.loss_function), model.loss_function)
     guard_functions({type(module) for module in model.modules() if not of_library(module)})
-    replace_forward(model, partial(torch.compiler.disable(_run), axis, type(model)))
+    replace_forward(model, partial(_run, axis, type(model)))
 
 
 class _Followed:
@@ -139,9 +146,22 @@ class _Followed:
 
 
 def _run(axis: TokenAxis, kind: type[nn.Module], forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Call the model, and follow its code where all else is refused."""
     applied = axis.applied
-    if not (applied.active and applied.consecutive):
-        return forward(*args, **kwargs)
+    if not applied.consecutive or not applied.active:
+        try:
+            output = forward(*args, **kwargs)
+        except (Unsupported, batch.NotCut) as error:
+            if applied.forwards:  # those before it have another order of tokens, and may have to be computed again
+                raise
+            applied.follow_code(error)
+        else:
+            applied.forwards += applied.active
+            return output
+    return torch.compiler.disable(_follow)(axis, kind, forward, args, kwargs)
+
+
+def _follow(axis: TokenAxis, kind: type[nn.Module], forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     named = named_arguments(kind, args, kwargs)
     if named.get("past_key_values") is not None:
         raise refuse(kind.__name__, "it is called with a cache, as in generation", "generate within paused()")
@@ -156,7 +176,7 @@ def _run(axis: TokenAxis, kind: type[nn.Module], forward: Any, /, *args: Any, **
         if named[name] is not None:
             require_length(named[name].shape[1], axis.size)
             named[name] = axis.split(named[name])
-    applied.whole_outputs.clear()
+    axis.applied.whole_outputs.clear()
     with Sealed():
         return map_tensors(forward(**named), partial(_leave, axis))
 

@@ -48,8 +48,6 @@ def apply(
     utils = sys.modules.get("transformers.modeling_utils")
     models = [module for module in model.modules() if utils is not None and isinstance(module, utils.PreTrainedModel)]
     whole: Any = models[0] if models else model
-    if strategy == AUTO:
-        followed.install(whole, applied)
     try:
         if models:
             config = whole.config
@@ -62,4 +60,6 @@ def apply(
         if strategy != AUTO:
             raise
         applied.follow_code(error)
+    if strategy == AUTO:
+        followed.install(whole, applied)
     return applied

@@ -14,15 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeromesh.parallel.context import spread_batch as batch
-from zeromesh.parallel.context.applied import (
-    SpreadSequences,
-    Unsupported,
-    named_arguments,
-    parameters_of,
-    refuse,
-    replace_forward,
-)
-from zeromesh.parallel.context.spread_attention import AUTO
+from zeromesh.parallel.context.applied import SpreadSequences, named_arguments, parameters_of, refuse, replace_forward
 from zeromesh.parallel.follow.split_activation import SplitActivation
 from zeromesh.parallel.follow.token_check import Following, TokenCheck, alone
 from zeromesh.parallel.follow.tokens import MixesTokens, OfLabels
@@ -95,29 +87,8 @@ def _run(
     **kwargs: Any,
 ) -> Any:  # by position alone: a model's own argument may have any of these names
     """Cut the arguments of the model's forward, and take the mean of its losses."""
-    if not applied.active or applied.consecutive:
+    if not applied.replaces:
         return forward(*args, **kwargs)
-    try:
-        output = _cut(kind, positions, applied, check, forward, args, kwargs)
-    except (Unsupported, batch.NotCut) as error:
-        # Before the first has run, all that follows may be otherwise.
-        if applied.strategy != AUTO or applied.forwards:
-            raise
-        applied.follow_code(error)
-        return forward(*args, **kwargs)
-    applied.forwards += 1
-    return output
-
-
-def _cut(
-    kind: type[nn.Module],
-    positions: str,
-    applied: SpreadSequences,
-    check: TokenCheck,
-    forward: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
     applied.begin()
     part = batch.split(named_arguments(kind, args, kwargs), applied.group, positions, shift=False)
     output = followed(kind.__name__, check, part, applied, partial(forward, **part))
@@ -192,7 +163,7 @@ class _Interception(Following):
         self._name, self._applied = name, applied
 
     def run(self, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if not self._applied.active or self._applied.consecutive:
+        if not self._applied.replaces:
             return forward(*args, **kwargs)
         outer = _inside.get()
         token = _inside.set(self)
