@@ -178,9 +178,9 @@ class ContextParallel(Section):
     """Context parallelism: sequences split over ranks. mesh.context sets the number of ranks."""
 
     strategy: Literal["ring", "ulysses", "auto"] = key(
-        "ring",
+        "auto",
         "ring: ranks pass keys and values on. ulysses: each rank computes some heads on all tokens, with any mask. "
-        "auto: ring for plain causal attention, ulysses for windows, sinks, documents, padding and encoders.",
+        "auto: ring for plain causal attention, ulysses for other masks, and any other code on parts of sequences.",
     )
     unchecked: list[str] = key(
         [], "Names of modules that compute each token by itself, though a check of the code cannot tell; * for parts."

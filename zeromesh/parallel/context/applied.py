@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +15,10 @@ from torch import Tensor, nn
 
 from zeromesh.comm.collectives import Group
 from zeromesh.parallel.context import spread_batch as batch
+from zeromesh.parallel.context.sequence_order import keep
 from zeromesh.parallel.context.spread_attention import Attention, attend, by_heads
+
+_log = logging.getLogger("zeromesh")
 
 
 class Unsupported(ValueError):
@@ -32,12 +36,18 @@ class SpreadSequences:
     Attributes:
         active: True if the model's sequences are spread at present.
         losses: number of calls of the model's loss function since the forward began.
+        whole_outputs: shapes of what the last forward of ``consecutive`` tokens returned whole.
+        others: settings together with which ``consecutive`` is refused.
+        forwards: number of forwards that have ended without ``consecutive``.
+        consecutive: True if a rank has consecutive tokens, and not those of ``sequence_order.py``.
     """
 
     def __init__(self, strategy: str, group: Group, tag: int) -> None:
         self.strategy, self.group, self.tag = strategy, group, tag
-        self.active, self._sends = True, True
-        self._attentions = self.losses = 0
+        self.active, self._sends, self.consecutive = True, True, False
+        self.whole_outputs: set[torch.Size] = set()
+        self.others: Sequence[str] = ()
+        self._attentions = self.losses = self.forwards = 0
         # A compiler cannot follow messages between ranks, and would compile anew for each number of calls.
         self._uncompiled = torch.compiler.disable(self._attend)
         self._uncompiled_by_heads = torch.compiler.disable(self._attend_by_heads)
@@ -49,9 +59,28 @@ class SpreadSequences:
         """True if attention that is not plainly causal can have all tokens of some heads."""
         return self.strategy != "ring"
 
+    @property
+    def replaces(self) -> bool:
+        """True if attention is replaced by one over the ranks at present."""
+        return self.active and not self.consecutive
+
     def __deepcopy__(self, memo: dict[int, Any]) -> SpreadSequences:
         """Return the same object: a copy of a model is spread over the same ranks."""
         return self
+
+    def follow_code(self, reason: ValueError) -> None:
+        """Give the model's code parts of sequences that stand for the whole; raise the reason if others forbid it."""
+        if self.others:
+            reason.add_note(f"parts of sequences that stand for the whole do not work with {', '.join(self.others)}")
+            raise reason
+        self.consecutive = True
+        _log.warning("%s; under the strategy auto its code is given tokens of all ranks where it needs them", reason)
+
+    def part(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return this rank's part of a tensor with a dim of tokens, such as labels."""
+        if self.consecutive:
+            return x.chunk(self.group.size, dim)[self.group.rank]
+        return keep(x, self.group.rank, self.group.size, dim)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

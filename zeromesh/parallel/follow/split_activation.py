@@ -72,6 +72,10 @@ class Axis:
         """Let each rank draw its own random numbers in this context."""
         return nullcontext()
 
+    def again(self, result: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        """Return the result of a function that needed these activations whole; this rank's part of it, if it may be."""
+        return result
+
     def wish(self, split_dim: SplitDim, lengths: list[int]) -> None:
         """Note that the dim would not have to be gathered here if its sections had these lengths."""
 
@@ -167,6 +171,11 @@ class Sealed(TorchDispatchMode):
 
 _sealed: dict[int, Sealed] = {}
 """Thread -> the context that is in force there."""
+
+
+def is_sealed() -> bool:
+    """Return whether a context of ``Sealed`` is in force in this thread."""
+    return get_ident() in _sealed
 
 
 def _is_by_rule(frame: FrameType | None) -> bool:
@@ -301,7 +310,14 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 _refuse(func, [x])
             x.copy_(x.axis.take(gathered, x.split_dim))
             written[id(gathered)] = x
-    return map_tensors(result, lambda x: written[id(x)] if id(x) in written else _read_only(x, sources))
+    splits = list(sources.values())
+
+    def returned(x: Tensor) -> Tensor:
+        if id(x) in written:
+            return written[id(x)]
+        return splits[0].axis.again(x, splits) if splits and _memory(x) not in sources else _read_only(x, sources)
+
+    return map_tensors(result, returned)
 
 
 _PARTS = (SplitActivation,)
