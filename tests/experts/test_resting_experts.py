@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class Case:
     slots: int = 3
     dtype: torch.dtype = torch.float64
     recomputes: bool = False
+    narrow: bool = False  # states in bf16
 
 
 def batches(case: Case, step: int) -> list[torch.Tensor]:
@@ -57,6 +58,8 @@ def engine_of(case: Case, folder: str) -> Any:
     sections: dict[str, Any] = {"gradient_clipping": case.clip, "gradient_accumulation_steps": case.accumulation}
     if case.recomputes:
         sections["activation_checkpointing"] = {"enabled": True, "targets": ["blocks.*"]}
+    if case.narrow:
+        sections["optimizer_state_dtype"] = dict.fromkeys(("exp_avg", "exp_avg_sq"), "bf16")
     if case.rest != "none":
         sections["experts"] = {"rest": case.rest, "nvme_path": f"{folder}/files", "slots": case.slots}
     config = configuration(
@@ -153,10 +156,17 @@ def test_every_pair_of_what_it_composes_with_trains_as_in_one_process(tmp_path: 
             raise AssertionError(f"{case}: {error}") from error
 
 
-@pytest.mark.parametrize("rest", ["cpu", pytest.param("nvme", marks=pytest.mark.full)])
-def test_bits_are_those_of_a_run_with_all_experts_in_memory(rest: str, tmp_path: Path) -> None:
-    case = Case(rest=rest, dtype=torch.float32)
-    assert_same(trained(case, str(tmp_path)), trained(Case(rest="none", dtype=torch.float32), str(tmp_path)))
+@pytest.mark.parametrize(
+    ("rest", "narrow"),
+    [
+        ("cpu", False),
+        ("nvme", True),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (("nvme", False), ("cpu", True))),
+    ],
+)
+def test_bits_are_those_of_a_run_with_all_experts_in_memory(rest: str, narrow: bool, tmp_path: Path) -> None:
+    case = Case(rest=rest, dtype=torch.float32, narrow=narrow)
+    assert_same(trained(case, str(tmp_path)), trained(replace(case, rest="none"), str(tmp_path)))
 
 
 def save(case: Case, folder: str) -> None:
@@ -194,6 +204,16 @@ def test_a_checkpoint_goes_on_with_experts_elsewhere(before: Case, after: Case, 
         else:
             result = run_ranks(function, case.ranks, case, str(tmp_path), *more)[0]
     assert_close(result, plain(before), 1e-12)
+
+
+@pytest.mark.full
+def test_a_checkpoint_keeps_the_bits_of_states_in_16_bits(tmp_path: Path) -> None:
+    """Rounding asks for the element's own numbers and the step's, so that it goes on wherever experts rest."""
+    case = Case(dtype=torch.float32, narrow=True)
+    save(case, str(tmp_path))
+    expected = trained(case, str(tmp_path))
+    for rest in ("cpu", "nvme", "none"):
+        assert_same(go_on(replace(case, rest=rest), str(tmp_path), 1), expected)
 
 
 def test_states_and_weights_that_users_read_miss_no_step(tmp_path: Path) -> None:
@@ -294,9 +314,9 @@ def test_a_choice_without_an_expert_is_an_error(tmp_path: Path) -> None:
     engine.destroy()
 
 
-def frozen() -> nn.Module:
+def tied() -> nn.Module:
     model = build_mixture(torch.float32)
-    model.blocks[1].experts.down_proj.requires_grad_(False)
+    model.blocks[1].experts.down_proj = model.blocks[0].experts.down_proj
     return model
 
 
@@ -309,7 +329,7 @@ def listed() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "optimizer", "sections", "message"),
     [
-        (frozen, "AdamW", {"experts": {"rest": "cpu"}}, "blocks.1.experts cannot rest: down_proj is frozen"),
+        (tied, "AdamW", {"experts": {"rest": "cpu"}}, "blocks.0.experts cannot rest: down_proj is used elsewhere, too"),
         (listed, "AdamW", {"experts": {"rest": "cpu"}}, "no module of Mixture has experts"),
         (build_mixture, "Lamb", {"experts": {"rest": "cpu"}}, "optimizers that have one are adam, adamw, sgd"),
         (build_mixture, "AdamW", {"experts": {"rest": "nvme"}}, "name a folder with experts.nvme_path"),
@@ -333,9 +353,9 @@ def test_a_disk_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest
         engine_of(Case(rest="nvme"), str(tmp_path))
 
 
-@pytest.mark.parametrize("rest", ["cpu", "nvme"])
-def test_planned_bytes_are_those_that_are_there(rest: str, tmp_path: Path) -> None:
-    engine = engine_of(Case(rest=rest, dtype=torch.float32), str(tmp_path))
+@pytest.mark.parametrize(("rest", "narrow"), [("cpu", False), ("nvme", False), ("nvme", True)])
+def test_planned_bytes_are_those_that_are_there(rest: str, narrow: bool, tmp_path: Path) -> None:
+    engine = engine_of(Case(rest=rest, dtype=torch.float32, narrow=narrow), str(tmp_path))
     advance(engine, Case(), range(2))
     report, layout = engine.memory_report(), sizes.StateLayout(row=engine.sharded.row, widths=sizes.Widths(4, 4, 4, 0))
     planned = planned_states(engine.sharded, layout, sizes.TableLayout())
@@ -343,7 +363,8 @@ def test_planned_bytes_are_those_that_are_there(rest: str, tmp_path: Path) -> No
     numbers = sum(p.numel() for name, p in engine.module.named_parameters() if ".experts." in name)
     steps = 0 if rest == "nvme" else sum(table.flat.master.new_zeros(1).nbytes for table in engine.sharded.tables)
     assert planned["parameter", tier] == report["parameter"][tier] == 4 * numbers
-    assert planned["optimizer", tier] == report["optimizer"][tier] - steps == 8 * numbers
+    states = 4 if narrow else 8
+    assert planned["optimizer", tier] == report["optimizer"][tier] - steps == states * numbers
     if rest == "nvme":
-        assert planned["slot", "host"] == report["slot"]["host"] == 12 * numbers * 3 / EXPERTS
+        assert planned["slot", "host"] == report["slot"]["host"] == (4 + states) * numbers * 3 / EXPERTS
     engine.destroy()

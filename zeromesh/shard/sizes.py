@@ -35,7 +35,7 @@ class TableLayout:
     """Place of the rows of embedding tables, and the states of their update."""
 
     tier: Tier = Tier.DEVICE
-    states: int = 2  # numbers of an element; of Adam
+    states: float = 2  # numbers of an element; of Adam
     states_of_row: int = 0  # numbers of a row
     cached: int | None = None  # rows of each table in a cache; None: there is none
     cache_tier: Tier = Tier.DEVICE
@@ -50,6 +50,7 @@ class TableShape(NamedTuple):
     rows: int
     width: int
     used: float = 0.0
+    frozen: float = 0.0  # bytes of a row without a gradient, beside its elements
 
 
 Resting = dict[tuple[str, str], float]  # bytes by state and tier
@@ -315,12 +316,13 @@ def table_sizes(
     for table in tables:
         rows = ceil(table.rows / ranks)
         states = placed.states * table.width + placed.states_of_row
-        add_size(resting, "parameter", placed.tier, rows * table.width * number)
+        add_size(resting, "parameter", placed.tier, rows * (table.width * number + table.frozen))
         add_size(resting, "optimizer", placed.tier, rows * states * number)
         if placed.cached is not None and not (processor and placed.tier is Tier.HOST):  # which needs none there
-            # It has room for the rows of an update, whatever it was given.
-            cached = min(rows, max(placed.cached, table.used))
-            add_size(resting, "slot", placed.cache_tier, cached * (table.width + states) * number)
+            # On the device it has room for the rows of an update, whatever it was given.
+            cached = min(rows, max(placed.cached, table.used if placed.cache_tier is Tier.DEVICE else 0))
+            row_bytes = (table.width + states) * number + table.frozen
+            add_size(resting, "slot", placed.cache_tier, cached * row_bytes)
     return resting
 
 

@@ -39,6 +39,7 @@ from zeromesh.apps.plan.choose.layout_documents import document_for, launch_comm
 from zeromesh.apps.plan.choose.plan_picture import PAGE_ENDS, write_picture
 from zeromesh.apps.plan.choose.search import PlanCandidate, PlanResult, search
 from zeromesh.apps.plan.choose.space import PlanRequest
+from zeromesh.apps.plan.cost.resting import RestingCost
 from zeromesh.apps.plan.machine.cluster import Machine
 from zeromesh.apps.plan.machine.here import machine_here
 from zeromesh.apps.plan.machine.presets import cluster
@@ -236,8 +237,9 @@ def _request(
     limits, goal, tables = asked.limits, question.goal, asked.tables
     processor = slowest(machine).processor  # its memory is the host's: states have nowhere else to rest
     accepts = all_hold(None if asked.chain else lambda layout: layout.pipeline == 1, on_devices if processor else None)
-    request = PlanRequest(asked.source, machine, batch, sequence, limits, goal, widths, accepts=accepts, tables=tables)
-    return request, assumed
+    source = asked.source if asked.resting is None else RestingCost(asked.source, widths.parameter)
+    request = PlanRequest(source, machine, batch, sequence, limits, goal, widths, accepts=accepts, tables=tables)
+    return replace(request, resting=asked.resting), assumed
 
 
 # The screen.
@@ -404,6 +406,7 @@ def _explain(question: PlanQuestion, asked: AskedModel, machine: Machine) -> boo
             f"{question.explain} has batches of {counted(batch, 'sample')}, and --batch is {question.batch}; leave it "
             "out"
         )
+    asked = replace(asked, resting=layout.resting)
     request, _ = _request(replace(question, batch=batch, sequence=sequence), asked, machine, precision)
     with SearchBar(Console(stderr=True), f"tracing {request.source.name}"):
         judgement = judge(request, layout)

@@ -39,7 +39,7 @@ from zeromesh.checkpoint.weights.hub_models import is_model_id, model_folder
 from zeromesh.checkpoint.weights.pretrained import saved_quantization
 from zeromesh.config.document import read_object
 from zeromesh.config.written import completed_document
-from zeromesh.engine.initialize.widths import tables_of
+from zeromesh.engine.initialize.widths import resting_of, tables_of
 from zeromesh.shard.sizes import TableLayout
 
 TRAIN = "-m zeromesh.apps.cli.main train"
@@ -87,6 +87,7 @@ class AskedModel:
     configuration: Mapping[str, Any] = field(default_factory=dict)  # document that it comes from
     folder: str = ""  # of a model of transformers, or its name on the Hub
     tables: TableLayout = field(default_factory=TableLayout)
+    resting: TableLayout | None = None  # place of experts that rest
     adapters: Adapters | None = None
     causal: bool = True  # a language model, which can have adapters
     images: bool = False  # samples have no tokens
@@ -268,7 +269,8 @@ def _configured(path: Path, precision: str) -> AskedModel:
 
     settings = TrainSettings.load(path)
     options = TraceOptions(DTYPES[precision], tables=settings.embedding_tables.modules)
-    document, tables = read_object(path), tables_of(settings)
+    document = read_object(path)
+    placed: dict[str, Any] = {"tables": tables_of(settings), "resting": resting_of(settings)}
     if settings.huggingface is not None:
         chosen = settings.huggingface
         folder = model_folder(chosen.path, weights=False, revision=chosen.revision)
@@ -279,7 +281,7 @@ def _configured(path: Path, precision: str) -> AskedModel:
             limits = replace(limits, heads=0, kv_heads=0)  # no tensor ranks
         adapt = Transformer(chosen, settings.lora).adapted
         cost = hugging_face_cost(folder, options, attention=chosen.attention or "", adapt=adapt)
-        return AskedModel(cost, limits, settings.train_batch_size, chosen.sequence_length, document, tables=tables)
+        return AskedModel(cost, limits, settings.train_batch_size, chosen.sequence_length, document, **placed)
     if settings.model is None:
         raise ValueError(
             f"{str(path)!r} describes no model: it has neither a section 'model' nor 'huggingface'; name the model "
@@ -293,4 +295,4 @@ def _configured(path: Path, precision: str) -> AskedModel:
     built = language.build()
     source = TracedCost(lambda: built, token_inputs("tokens"), options, name=shape.architecture)
     limits = limits_of_decoder(shape)
-    return AskedModel(source, limits, settings.train_batch_size, shape.sequence_length, document, tables=tables)
+    return AskedModel(source, limits, settings.train_batch_size, shape.sequence_length, document, **placed)

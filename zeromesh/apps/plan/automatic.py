@@ -26,6 +26,7 @@ from zeromesh.engine.initialize.run_plan import Arguments
 if TYPE_CHECKING:
     from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
     from zeromesh.apps.plan.choose.space import ModelLimits
+    from zeromesh.apps.plan.cost.cost import CostSource
     from zeromesh.config.settings import Resolved, Settings
 
 Chosen = TypeVar("Chosen", bound="Settings")
@@ -91,12 +92,15 @@ def _plan(
     from zeromesh.apps.plan.choose.layout_documents import document_for, layout_from
     from zeromesh.apps.plan.choose.search import search
     from zeromesh.apps.plan.choose.space import ModelLimits, PlanRequest
+    from zeromesh.apps.plan.cost.resting import RestingCost
     from zeromesh.apps.plan.machine.here import cost_here, machine_here
 
     stated_layout, precision = layout_from(settings, environment.world_size)
     model, inputs, loss = example()
     limits = _limits(model, settings) if own_batches else ModelLimits()
-    source, sequence = cost_here(model, inputs, loss, settings)
+    traced, sequence = cost_here(model, inputs, loss, settings)
+    resting = stated_layout.resting
+    source: CostSource = traced if resting is None else RestingCost(traced, stated_layout.widths.parameter)
     ranks = environment.local_world_size
     machine = machine_here(ranks, environment.world_size // ranks)
     batch = settings.train_batch_size or stated_layout.samples
@@ -108,6 +112,7 @@ def _plan(
         replace(limits, causal=False, positions=0),
         widths=stated_layout.widths,
         tables=stated_layout.tables,
+        resting=resting,
         accepts=_accepts(asked, stated_layout),
     )
     result = search(request)

@@ -136,7 +136,7 @@ class Comparison:
                     self._gradients[piece.name] = piece.parameter.grad.detach().clone()
         for table in self._engine.sharded.tables:
             if any(table.gradient.used):
-                self._gradients[f"{table.name}.weight"] = table.gradient.values()
+                self._gradients[table.full_name] = table.gradient.values()
 
     def step(self, number: int) -> None:
         """Make one update, and compare it."""

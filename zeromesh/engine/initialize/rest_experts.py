@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,10 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh.base.kernels.update_rules import RULES
-from zeromesh.base.quantized_layers import is_quantized
+from zeromesh.base.quantized_layers import FOUR_BIT, is_quantized
 from zeromesh.comm.mesh import Mesh
 from zeromesh.config.settings import TIERS
-from zeromesh.shard.tables.stacked_rows import RestingExperts, StackedRows, exact_rule
+from zeromesh.shard.tables.stacked_rows import RestingExperts, StackedRows, StackedWeight, exact_rule
 
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved
@@ -40,15 +42,38 @@ def find_resting(model: nn.Module, settings: Resolved, mesh: Mesh) -> list[Stack
         raise ValueError(f"experts.rest is {rest}, and no module of {type(model).__name__} has experts; leave it out")
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     for item in experts:
-        if reason := _reason(item, uses):
+        if reason := _reason(model, item, uses):
             raise ValueError(f"experts.rest is {rest}, but {item.name} cannot rest: {reason}; leave experts.rest out")
-    return [
-        StackedRows(item.name, item.module, tuple(item.module._parameters), item.count, item.sizes) for item in experts
-    ]
+    return [_rows(model, item) for item in experts]
 
 
-def _reason(item: Experts, uses: Mapping[int, int]) -> str | None:
+def _rows(model: nn.Module, item: Experts) -> StackedRows:
+    """Return what rests of the experts of a layer, and what is beside it."""
+    from zeromesh.parallel.expert.adapted import inner_forward, innermost, packed_steps, take_parts
+
+    path, inner = innermost(item)
+    every = []
+    for name, split in item.splits.items():
+        holder, _, attribute = name.rpartition(".")
+        every.append(StackedWeight(holder, model.get_submodule(holder), attribute, split.dim, split.intervals[0]))
+    inside = [weight for weight in every if f"{weight.path}.".startswith(f"{path}.")]
+    signature = inspect.signature(inner_forward(item.module))
+    return StackedRows(
+        item.name,
+        item.module,
+        tuple(inside),
+        item.count,
+        item.sizes,
+        [*signature.parameters][1],
+        signature,
+        tuple(weight for weight in every if weight not in inside),
+        tuple(partial(take_parts, step, parts=item.count) for step in packed_steps(inner)),
+    )
+
+
+def _reason(model: nn.Module, item: Experts, uses: Mapping[int, int]) -> str | None:
     """Return why the experts of a layer cannot rest, as a clause; None if they can."""
+    from zeromesh.parallel.expert.adapted import innermost, without_adapters
     from zeromesh.parallel.expert.contract import Contract
     from zeromesh.parallel.expert.forms import objection_to_single
 
@@ -56,38 +81,38 @@ def _reason(item: Experts, uses: Mapping[int, int]) -> str | None:
         return f"it is called with {item.contract.value}, and experts can rest that are called with their choices"
     if item.beyond:
         return f"its router also chooses {item.beyond} experts without weights"
-    for name, parameter in item.module.named_parameters():
-        if name not in item.module._parameters or f"{item.name}.{name}" not in item.splits:
+    path, inner = innermost(item)
+    for name, parameter in inner.named_parameters():
+        split = item.splits.get(f"{path}.{name}")
+        if split is None:
             return f"{name} has no row for each of its {item.count} experts"
-        if len(parameter) != item.count:
+        if split.dim or len(split.intervals[0]) > 1 or len(parameter) != split.size:
             return f"{name} has {len(parameter)} rows for {item.count} experts"
-        if is_quantized(parameter) or not parameter.is_floating_point():
-            return f"{name} is quantized"
-        if not parameter.requires_grad:
-            return f"{name} is frozen"
+        if is_quantized(parameter) and FOUR_BIT not in vars(parameter):
+            return f"{name} is quantized by other means than bitsandbytes in 4 bits"
+        if parameter.requires_grad and inner is not item.module:
+            return f"{name} is trained, and {item.name} has adapters"
         if uses[id(parameter)] > 1:
             return f"{name} is used elsewhere, too"
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             return f"{name} has hooks, which expect a gradient of its shape"
-    return objection_to_single(item) or None
+    return objection_to_single(without_adapters(model, item)) or None
 
 
-def resting_settings(stacks: Sequence[StackedRows], settings: Resolved, states: int) -> RestingExperts | None:
-    """Return what places resting experts; None where there are none."""
+def resting_settings(
+    stacks: Sequence[StackedRows], settings: Resolved, optimizer: Optimizer | None, narrow: frozenset[str]
+) -> RestingExperts | None:
+    """Return what places resting experts, whose states named in ``narrow`` are bf16; None where there are none.
+
+    Raises:
+        ValueError: the optimizer could not make up for steps that experts miss.
+    """
     if not stacks:
         return None
     chosen = settings.experts
     folder = Path(chosen.nvme_path).absolute() if chosen.rest == "nvme" and chosen.nvme_path is not None else None
-    return RestingExperts(tuple(stacks), TIERS[chosen.rest], folder, chosen.slots, states)
-
-
-def states_of(optimizer: Optimizer | None, stacks: Sequence[StackedRows]) -> int:
-    """Return how many numbers an optimizer keeps of each element of resting experts at most; 0 without an optimizer.
-
-    Raises:
-        ValueError: it could not make up for steps that experts miss.
-    """
-    if optimizer is None or not stacks:
-        return 0
-    rules = [(exact_rule(optimizer, group, stacks[0].path), group) for group in optimizer.param_groups]
-    return max(len(RULES[rule].states(group)) for rule, group in rules)
+    names: tuple[str, ...] = ()
+    if optimizer is not None and any(weight.value.requires_grad for stack in stacks for weight in stack.weights):
+        groups = optimizer.param_groups
+        names = max((RULES[exact_rule(optimizer, group, stacks[0].path)].states(group) for group in groups), key=len)
+    return RestingExperts(tuple(stacks), TIERS[chosen.rest], folder, chosen.slots, tuple(names), narrow)

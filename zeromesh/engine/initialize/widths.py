@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from zeromesh.base.placement import Tier
 from zeromesh.config.settings import TIERS, Settings
 from zeromesh.shard.optim.factory import state_bytes
 from zeromesh.shard.sizes import TableLayout, Widths
 from zeromesh.shard.tables.row_rules import RULES
+
+USUAL_STATES = 2  # of Adam
 
 PRECISIONS = {
     "bf16": Widths(),
@@ -53,3 +56,12 @@ def tables_of(settings: Settings) -> TableLayout:
     cached = None if chosen.device == "none" else chosen.cache_rows
     rows = sum(state.per_row for state in states)
     return TableLayout(TIERS[chosen.device], len(states) - rows, rows, cached)
+
+
+def resting_of(settings: Settings) -> TableLayout | None:
+    """Return the place and the states of experts that rest; None where they do not."""
+    chosen, optimizer = settings.experts, settings.optimizer
+    if chosen.rest == "none":
+        return None
+    states = USUAL_STATES if optimizer is None else _state_bytes(settings) / 4
+    return TableLayout(TIERS[chosen.rest], states, 0, chosen.slots if chosen.rest == "nvme" else None, Tier.HOST)

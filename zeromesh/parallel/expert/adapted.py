@@ -7,7 +7,7 @@ outermost one is what ranks share: it is called as the experts are, and adds the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -123,7 +123,8 @@ def _packed(path: str, steps: Any, split: Split) -> Split:
     if entries % state.blocksize or len(original) % split.size or split.length * split.ranks != split.size:
         raise ValueError(
             f"{path} is quantized in blocks of {state.blocksize} values, and an expert has {entries}, which is not a "
-            "whole number of blocks; ranks cannot share these experts. Leave mesh.expert out, or the quantization"
+            "whole number of blocks; ranks cannot share these experts, and they cannot rest. Leave mesh.expert and "
+            "experts.rest out, or the quantization"
         )
     return scaled(split, len(original) // split.size)
 
@@ -138,10 +139,44 @@ def take_part(module: nn.Module, rank: int, ranks: int) -> None:
         if wrapper.num_experts == 1 and wrapper.get_param().ndim == 3:
             change(wrapper, get_delta_weight=partial(_delta, wrapper))
         module = module.get_submodule(BASE)
-    for _, layer in layers(module):
-        steps: Any = layer
-        if isinstance(layer, parametrize.ParametrizationList) and hasattr(steps[0], FOUR_BIT):
-            change(steps[0], __class__=_part(type(steps[0]), rank, ranks))
+    for step in packed_steps(module):
+        take_parts(step, torch.tensor([rank]), ranks)
+
+
+def packed_steps(module: nn.Module) -> Iterator[Any]:
+    """Yield what unpacks the weights in 4 bits of a module, without those of modules inside."""
+    for steps in module.parametrizations.values() if parametrize.is_parametrized(module) else ():  # type: ignore[operator]
+        if hasattr(steps[0], FOUR_BIT):
+            yield steps[0]
+
+
+def take_parts(step: Any, chosen: torch.Tensor, parts: int) -> None:
+    """Let a step unpack some of equal parts of a packed weight, by their numbers; or all of it where that is there."""
+    if not hasattr(step, "chosen"):
+        change(step, __class__=_part(type(step), parts))
+    change(step, chosen=chosen)
+    parametrize._cache.clear()  # it may have what other parts stand for
+
+
+def innermost(item: Experts) -> tuple[str, nn.Module]:
+    """Return the path and the module with the experts' own weights, without wrappers of PEFT around it."""
+    name, module = item.name, item.module
+    while is_wrapper(module):
+        name, module = f"{name}.{BASE}", module.get_submodule(BASE)
+    return name, module
+
+
+def without_adapters(model: nn.Module, item: Experts) -> Experts:
+    """Return experts without what PEFT and bitsandbytes have put around them, for a proof; without splits."""
+    name, _ = innermost(item)
+    inside = f"{name}.".removeprefix(f"{item.name}.")
+    places = {(f"{path}.".removeprefix("."), attribute): value for (path, attribute), value in item.sizes.items()}
+    sizes = {
+        (path.removeprefix(inside).rstrip("."), attribute): value
+        for (path, attribute), value in places.items()
+        if path.startswith(inside)
+    }
+    return replace(item, name=name, module=bare_modules(model)[name], sizes=sizes, splits={})
 
 
 def _delta(wrapper: Any, adapter: str) -> torch.Tensor:
@@ -151,14 +186,16 @@ def _delta(wrapper: Any, adapter: str) -> torch.Tensor:
     return delta
 
 
-def _part(base: type, rank: int, ranks: int) -> type:
-    """The class of a step that unpacks the weight of a rank's experts; the scales are those of all experts."""
+def _part(base: type, parts: int) -> type:
+    """The class of a step that unpacks some of equal parts of a weight; the scales are those of all of it."""
 
     class Part(base):  # type: ignore[misc]
+        chosen: torch.Tensor  # numbers of the parts that are there
+
         def forward(self, packed: torch.Tensor) -> torch.Tensor:
             every = self.quant_state
-            shape = (every.shape[0] // ranks, *every.shape[1:])
-            if 2 * packed.numel() * packed.itemsize != math.prod(shape):  # gathered
+            shape = (every.shape[0] // parts * len(self.chosen), *every.shape[1:])
+            if 2 * packed.numel() * packed.itemsize == math.prod(every.shape):  # gathered, or all are chosen
                 gathered: torch.Tensor = super().forward(packed)
                 return gathered
             library = import_module("bitsandbytes.functional")
@@ -166,7 +203,7 @@ def _part(base: type, rank: int, ranks: int) -> type:
             if every.nested:
                 scales = (library.dequantize_blockwise(scales, every.state2) + every.offset).float()
             state = library.QuantState(
-                absmax=scales.chunk(ranks)[rank],
+                absmax=scales.view(parts, -1)[self.chosen.to(scales.device)].reshape(-1),
                 shape=torch.Size([math.prod(shape)]),  # rows that end inside of a block are misread on a CPU
                 code=every.code,
                 blocksize=every.blocksize,

@@ -66,7 +66,7 @@ def find_experts(model: nn.Module, targets: Sequence[str], ranks: int) -> list[E
 
 def objection_to_single(item: Experts) -> str:
     """Return how results of ROUTED differ where a module has some of its experts alone; "" proves it equal."""
-    names = {name: (1, 0) for name, _ in item.module.named_parameters()}
+    names = {name: (len(p) // item.count, 0) for name, p in item.module.named_parameters()}
     form = Form(item.contract, item.count, item.beyond, names, item.sizes, item.choices)
     with undisturbed(next((p.device for p in item.module.parameters()), None)), torch.no_grad():
         return form.objection(item.module, item.count)

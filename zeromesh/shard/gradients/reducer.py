@@ -56,7 +56,7 @@ class Reducer:
         self.gradients = tuple(gradients)
         self.policy = policy
         self.tables = tables  # their gradients are rows, which are summed at the boundary only
-        self.sums: tuple[SummedGradient, ...] = (*(table.gradient for table in tables), *gradients)
+        self.sums: tuple[SummedGradient, ...] = (*(table.gradient for table in tables.trained), *gradients)
         self.memory = GradientMemory(self.gradients, policy, mesh, accumulates, self._settle)
         # Called when the last sum before an update is on its way to a shard on the host; `landed` tells when it is
         # there. It is called again if gradients of weights that are used outside of their unit come later.

@@ -66,8 +66,10 @@ class Flat:
         row: PlacementRow,
         mesh: Mesh,
         tied_stages: Sequence[int] = (),
+        wide_states: bool = False,
     ) -> None:
         self.layout = layout
+        self.wide_states = wide_states  # they are as wide as the master, whatever those of others are
         self.sharded = row.parameter is Placement.SHARDED
         # Pipeline stages that have these parameters, where several do. The first of them counts what all have: in
         # norms, in numbers of elements, and in what is saved.
@@ -272,7 +274,8 @@ class Flat:
         self.watch()
         if here:
             start, local = self.shard_range.start, slice(0, here)
-            piece = Piece(segment.name, segment.held, start, start + here, nn.Parameter(master[local]), by_row=True)
+            value = nn.Parameter(master[local], requires_grad=self.layout.trainable)
+            piece = Piece(segment.name, segment.held, start, start + here, value, by_row=True)
             self.pieces = ((0, local, piece),)
 
     def master_dtype(self, mixed: bool) -> torch.dtype:

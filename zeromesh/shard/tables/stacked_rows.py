@@ -4,6 +4,8 @@ A forward fetches the rows of the experts that its tokens have chosen, and compu
 the rows that have gradients. What all others miss is a step with a gradient of zero, in which moments decay, and the
 weights move by them and by weight decay: it is made up for, step by step, with the options of its time, when the row is
 next used. So the bits of weights and states are those of an optimizer that updates all rows in every step.
+Frozen weights, also packed ones, are only read. Adapters of experts stay whole on the device; a call uses the parts
+that belong to its rows.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch import nn
 
 from zeromesh.base.kernels.update_pass import UpdatePiece, UpdateStep, update
-from zeromesh.base.kernels.update_rules import RULES, Group, rule_of
+from zeromesh.base.kernels.update_rules import RULES, Group, rule_of, state_dtype
 from zeromesh.base.placement import Tier
 from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.sizes import TableLayout
@@ -34,14 +37,43 @@ WINDOW = 1 << 18  # elements that take all their steps before others do: a proce
 
 
 @dataclass(frozen=True)
+class StackedWeight:
+    """A parameter with entries of each expert: so many dims ``dim`` of it, that an expert has as many of each range."""
+
+    path: str  # name of the module that has it
+    module: Any
+    attribute: str
+    dim: int = 0
+    ranges: tuple[tuple[int, int], ...] = ()  # along the dim, each with the entries of all experts in their order
+
+    @property
+    def value(self) -> Any:
+        """The parameter, or what is in its place."""
+        return self.module._parameters.get(self.attribute)
+
+    def of(self, ids: torch.Tensor, count: int) -> torch.Tensor:
+        """Return the entries of some of ``count`` experts, in the layout of those of all."""
+        places = []
+        for start, stop in self.ranges:
+            each = (stop - start) // count
+            places.append((start + ids[:, None] * each + torch.arange(each, device=ids.device)).flatten())
+        chosen: torch.Tensor = self.value.index_select(self.dim, torch.cat(places))
+        return chosen
+
+
+@dataclass(frozen=True)
 class StackedRows:
     """A module that is called with rows, the experts of each, and their weights."""
 
     path: str  # name of the module
     module: Any
-    names: tuple[str, ...]  # of its parameters, all of shape (count, ...)
+    weights: tuple[StackedWeight, ...]  # whose rows rest, those of each expert below each other
     count: int  # number of experts
     sizes: Mapping[tuple[str, str], int]  # (module inside, attribute) that says how many experts there are
+    index: str  # name of the argument with the experts of each row
+    signature: inspect.Signature  # of the forward
+    beside: tuple[StackedWeight, ...] = ()  # adapters, which do not rest
+    choose: tuple[Callable[[torch.Tensor], None], ...] = ()  # told the numbers of the experts before each call
 
 
 @dataclass(frozen=True)
@@ -52,35 +84,46 @@ class RestingExperts:
     tier: Tier
     folder: Path | None  # of files on NVMe
     slots: int  # rows of each parameter that stay in host memory if the tier is NVMe
-    states: int  # numbers that the optimizer keeps of each element
+    names: tuple[str, ...]  # of the states that the optimizer keeps of each element that is trained
+    narrow: frozenset[str]  # names of those that are bf16 beside an fp32 master
 
-    @property
-    def layout(self) -> TableLayout:
-        """Return what predictions of memory compute with."""
-        return TableLayout(self.tier, self.states, 0, self.slots if self.tier is Tier.NVME else None, Tier.HOST)
+    def layout(self, trained: bool, master: torch.dtype) -> TableLayout:
+        """Return what predictions of memory of a weight compute with."""
+        kinds = [state_dtype(name in self.narrow, master) for name in self.names if trained]
+        states = sum(kind.itemsize for kind in kinds) / master.itemsize
+        return TableLayout(self.tier, states, 0, self.slots if self.tier is Tier.NVME else None, Tier.HOST)
 
 
 class StackedTable(Table):
     """A parameter of experts. Rows are updated where they rest, or in a cache in host memory, one after the other."""
 
     remedy = 'set experts.rest to "none"'
+    narrows = True
     merges = True  # rows are large: one sum of them is kept, and not each micro-batch's
 
     def __init__(
         self,
-        stack: StackedRows,
-        attribute: str,
+        weight: StackedWeight,
+        count: int,
         number: int,
         mesh: Mesh,
         resting: RestingExperts,
         chosen: Mapping[int, torch.dtype],
         sent: torch.dtype | None,
     ) -> None:
-        dtype = chosen[id(getattr(stack.module, attribute))]
-        super().__init__(stack.path, stack.module, number, mesh, resting.tier, dtype, sent, attribute)
-        self.resting = resting
+        self.resting, self._experts = resting, count
+        dtype = chosen[id(weight.value)]
+        super().__init__(weight.path, weight.module, number, mesh, resting.tier, dtype, sent, weight.attribute)
         self._missed = torch.zeros(self.rows_here, dtype=torch.int64)  # steps of each row that are to be made up for
         self._steps: deque[UpdateStep] = deque()  # the last ones, as many as any row misses
+
+    def rows_of(self, weight: torch.Tensor) -> int:
+        """Return the number of experts: a row of a packed weight has many of its entries."""
+        return self._experts
+
+    def placed(self, tables: TableLayout) -> TableLayout:
+        """Return the place of the rows and states."""
+        return self.resting.layout(self.flat.layout.trainable, self.flat.master.dtype)
 
     def _memory(self, plane: torch.Tensor, hot: int | None) -> RowMemory:
         in_files = self.flat.parameter_tier is Tier.NVME
@@ -197,35 +240,34 @@ def exact_rule(optimizer: torch.optim.Optimizer, group: Options, name: str) -> s
     return rule
 
 
-def require_room(resting: RestingExperts, tables: Sequence[Table], mixed: bool) -> None:
+def require_room(resting: RestingExperts, tables: Sequence[StackedTable], mixed: bool) -> None:
     """Raise ValueError if the folder has no room for the rows and states of tables on this rank."""
     if resting.folder is None:
         return
     resting.folder.mkdir(parents=True, exist_ok=True)
-    numbers = sum(table.per_rank * table.width * table.flat.master_dtype(mixed).itemsize for table in tables)
-    needed, free = numbers * (1 + resting.states), shutil.disk_usage(resting.folder).free
+    free, needed = shutil.disk_usage(resting.folder).free, 0.0
+    for table in tables:
+        dtype = table.flat.master_dtype(mixed)
+        numbers = 1 + resting.layout(table.flat.layout.trainable, dtype).states
+        needed += table.per_rank * table.width * dtype.itemsize * numbers
     if needed > free:
+        states = f" and the states {', '.join(resting.names)}" if resting.names else ""
         raise ValueError(
             f"experts.nvme_path {str(resting.folder)!r} has {free:,} bytes free, and the experts of this rank need "
-            f"{needed:,} for weights and {resting.states} states; name a folder on a larger disk, or use more ranks"
+            f"{needed:,.0f} for weights{states}; name a folder on a larger disk, or use more ranks"
         )
 
 
 def forward_of_stack(stack: StackedRows, lookups: Lookups, tables: Sequence[StackedTable]) -> Callable[..., Any]:
     """Return a forward of the experts that computes with the rows of the experts that are chosen."""
-    own_forward = stack.module.forward
-    signature, weak_lookups, weak_tables = (
-        inspect.signature(own_forward),
-        ref(lookups),
-        [ref(table) for table in tables],
-    )
+    own_forward, weak_lookups, weak_tables = stack.module.forward, ref(lookups), [ref(table) for table in tables]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         here, every = weak_lookups(), [table() for table in weak_tables]
         if here is None or None in every:
             raise RuntimeError("the engine that has these experts is gone; keep the engine as long as the model")
         present = [table for table in every if table is not None]
-        return _call(stack, own_forward, here, present, signature.bind(*args, **kwargs))
+        return _call(stack, own_forward, here, present, stack.signature.bind(*args, **kwargs))
 
     compiled_apart: Callable[..., Any] = torch.compiler.disable(forward)
     return compiled_apart
@@ -238,17 +280,17 @@ def _call(
     tables: Sequence[StackedTable],
     bound: inspect.BoundArguments,
 ) -> Any:
-    module, arguments = stack.module, bound.arguments
+    arguments = bound.arguments
     # Of torch.func.functional_call, or of a copy of the model.
-    present = [module._parameters.get(name) for name in stack.names]
-    other = any(p is not table.flat.parameters[0] for p, table in zip(present, tables, strict=True))
+    other = any(w.value is not table.flat.parameters[0] for w, table in zip(stack.weights, tables, strict=True))
     if other or (all(table.flat.unbound for table in tables) and not torch.is_grad_enabled()):
         return own_forward(*bound.args, **bound.kwargs)
-    name = [*arguments][1]
-    index = arguments[name]
-    ids, inverse = torch.unique(index.long(), return_inverse=True)
+    index = arguments[stack.index]
+    ids = index.long().unique()
     if not ids.numel():
         ids = ids.new_zeros(1)  # products of no expert at all are not defined
+    if len(ids) == 1 and stack.beside:  # PEFT takes the adapter of a single expert for that of a plain matrix
+        ids = torch.cat([ids, (ids + 1) % stack.count]).unique()
     failure = None
     if int(ids[0]) < 0 or int(ids[-1]) >= stack.count:
         wrong = int(ids[0]) if int(ids[0]) < 0 else int(ids[-1])
@@ -257,11 +299,16 @@ def _call(
             f"{stack.count - 1}. Experts without weights cannot rest: leave experts.rest out"
         )
     call = TableCall(ids, _apart, _apart, failure)
-    rows = [lookups.look_up(table, call, at_once=True) for table in tables]
-    shapes = [(len(ids), *table.flat.layout.segments[0].shape[1:]) for table in tables]
-    parameters = {n: value.view(shape) for n, value, shape in zip(stack.names, rows, shapes, strict=True)}
-    arguments[name] = inverse.view(index.shape).to(index.dtype)
-    with _with_rows(stack, parameters, len(ids)):
+    values: list[tuple[StackedWeight, torch.Tensor]] = []
+    for weight, table in zip(stack.weights, tables, strict=True):
+        rows, (length, *shape) = lookups.look_up(table, call, at_once=True), table.flat.layout.segments[0].shape
+        rows = rows.view(len(ids) * length // stack.count, *shape)
+        values.append((weight, rows if table.flat.layout.trainable else nn.Parameter(rows, requires_grad=False)))
+    values += [(weight, weight.of(ids, stack.count)) for weight in stack.beside]
+    for choose in stack.choose:
+        choose(ids)
+    arguments[stack.index] = torch.searchsorted(ids, index.long()).to(index.dtype)
+    with _with_rows(stack, values, len(ids)):
         return own_forward(*bound.args, **bound.kwargs)
 
 
@@ -295,15 +342,17 @@ def _apart(rows: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _with_rows(stack: StackedRows, rows: Mapping[str, torch.Tensor], count: int) -> Iterator[None]:
-    """Let the module have ``count`` experts, with these parameters, in this context."""
-    module, present = stack.module, dict(stack.module._parameters)
+def _with_rows(stack: StackedRows, values: Sequence[tuple[StackedWeight, torch.Tensor]], count: int) -> Iterator[None]:
+    """Let the module have ``count`` experts, with these values of its parameters, in this context."""
+    present = [weight.value for weight, _ in values]
     try:
-        module._parameters.update(rows)
+        for weight, value in values:
+            weight.module._parameters[weight.attribute] = value
         for path, attribute in stack.sizes:
-            setattr(module.get_submodule(path), attribute, count)
+            setattr(stack.module.get_submodule(path), attribute, count)
         yield
     finally:
-        module._parameters.update(present)
+        for (weight, _), value in zip(values, present, strict=True):
+            weight.module._parameters[weight.attribute] = value
         for (path, attribute), size in stack.sizes.items():
-            setattr(module.get_submodule(path), attribute, size)
+            setattr(stack.module.get_submodule(path), attribute, size)

@@ -11,12 +11,14 @@ from weakref import WeakMethod, ref
 import torch
 from torch import nn
 
+from zeromesh.base.kernels.update_rules import state_dtype
 from zeromesh.base.placement import Placement, PlacementRow, Tier
 from zeromesh.base.split import Held
 from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.layout import Layout, Segment
 from zeromesh.shard.parameters.deferred import Source
 from zeromesh.shard.parameters.flat import Flat
+from zeromesh.shard.sizes import TableLayout
 from zeromesh.shard.store.tiers import Tiers
 from zeromesh.shard.tables.row_exchange import COPIES_TAG, from_all, swap, vector_of
 from zeromesh.shard.tables.row_memory import RowMemory, plane_on
@@ -73,18 +75,19 @@ class RowGradient:
         """Take the gradient of rows ``ids``, ascending and without duplicates, from one lookup."""
         assert self.state is GradientState.LOCAL, self
         self.used = [True]
+        gradient = gradient.cpu() if self._merges else gradient
         self._arrived.append((ids.to(gradient.device), gradient))
         if self._merges and len(self._arrived) > 1:
             self._arrived = [add_up([row_ids for row_ids, _ in self._arrived], [part for _, part in self._arrived])]
 
     def local(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ascending row numbers and the sums of their gradients on this rank."""
-        device = self._mesh.device
+        """Return ascending row numbers and the sums of their gradients on this rank, where messages are sent from."""
+        device = torch.device("cpu") if self._merges and self._mesh.shard.size == 1 else self._mesh.device
         if len(self._arrived) == 1:
-            ids, gradient = self._arrived[0]
+            ids, gradient = (part.to(device) for part in self._arrived[0])
         else:
             none = torch.empty(0, dtype=torch.int64, device=device), vector_of(0, self._wire, self._mesh.shard)
-            every = self._arrived or [(none[0], none[1].view(0, self._width))]
+            every = self._arrived or [(none[0], none[1].view(0, self._width).to(device))]
             ids, gradient = add_up([row_ids for row_ids, _ in every], [part for _, part in every])
         self._arrived = []
         # A sum that was made before is not rounded again; all ranks know of it.
@@ -92,7 +95,8 @@ class RowGradient:
 
     def take_sum(self, parts: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         """Add up the gradients that all ranks have sent for the rows here, in the order of ranks."""
-        self.ids, self.summed = add_up(parts, gradients)
+        ids, summed = add_up(parts, gradients)
+        self.ids, self.summed = (ids.cpu(), summed.cpu()) if self._merges else (ids, summed)
         self.state = GradientState.SUMMED
 
     def values(self) -> torch.Tensor:
@@ -145,7 +149,8 @@ class Table:
     """One table: its rows here, their gradients and their updates."""
 
     remedy = "set sparse=False"  # where somebody wants the weight whole
-    merges = False  # gradients of lookups are summed as they come
+    narrows = False  # states may be narrower than their master
+    merges = False  # gradients of lookups go to the host, and are summed there, as they come
 
     def __init__(
         self,
@@ -158,9 +163,10 @@ class Table:
         sent: torch.dtype | None,
         attribute: str = "weight",
     ) -> None:
-        weight = getattr(module, attribute)
+        weight = module._parameters[attribute]
         self.name, self.module, self.index, self.full_name = name, module, number, f"{name}.{attribute}"
-        self.count, self.width = len(weight), weight.numel() // len(weight)
+        self.count = self.rows_of(weight)
+        self.width = weight.numel() // self.count
         self.mesh, self.group = mesh, mesh.shard
         self.per_rank = -(-self.count // self.group.size)
         self.wire = dtype  # in which rows travel and are computed with
@@ -176,19 +182,29 @@ class Table:
         along = mesh.group("tensor")  # each of its ranks has a copy of the rows; the first one counts and writes
         held_part = Held(tuple(weight.shape), rank=along.rank, ranks=along.size)
         segment = Segment(self.full_name, weight.shape, 0, weight.numel(), held_part)
-        layout = Layout(weight.dtype, True, (segment,), self.group.size, self.per_rank * self.group.size * self.width)
-        self.flat = Flat(layout, [weight], number, row, mesh)
+        size = self.per_rank * self.group.size * self.width
+        layout = Layout(weight.dtype, weight.requires_grad, (segment,), self.group.size, size)
+        self.flat = Flat(layout, [weight], number, row, mesh, wide_states=not self.narrows)
         self.flats = (self.flat,)
         self.sharded = True
         # Rows from ``first`` on; the last ranks may have fewer, or none.
         self.first = self.group.rank * self.per_rank
         self.rows_here = max(0, min(self.count, self.first + self.per_rank) - self.first)
         self.gradient = RowGradient(self, sent or dtype)
+        self._caller = module  # whose forward looks rows up
         self._leaves: list[Any] = []
         self._folder: Path | None = None  # of files on NVMe
 
     def __repr__(self) -> str:
         return f"table {self.name!r}"
+
+    def rows_of(self, weight: torch.Tensor) -> int:
+        """Return the number of rows of the whole weight."""
+        return len(weight)
+
+    def placed(self, tables: TableLayout) -> TableLayout:
+        """Return the place of the rows and states; ``tables`` is that of embeddings."""
+        return tables
 
     # Placement.
 
@@ -215,6 +231,7 @@ class Table:
             plane[: self.rows_here].view(-1).copy_(value)
         flat.hold_rows(plane.view(-1), self.rows_here * self.width, store)
         self.rows = self._memory(plane, hot)
+        self._narrow = store.states.narrow if self.narrows else frozenset()
         store.write_back(flat, self.settle)
 
     def _memory(self, plane: torch.Tensor, hot: int | None) -> RowMemory:
@@ -229,7 +246,8 @@ class Table:
         group, per_rank = self.group, self.per_rank
 
         def part(rank: int) -> torch.Tensor:
-            return value[rank * per_rank : (rank + 1) * per_rank].reshape(-1, self.width).to(self.mesh.device)
+            rows = value.reshape(self.count, self.width)
+            return rows[rank * per_rank : (rank + 1) * per_rank].to(self.mesh.device)
 
         if unmade or group.rank == 0:
             plane[: self.rows_here].copy_(part(group.rank))
@@ -248,13 +266,14 @@ class Table:
                 copies.broadcast(values)
                 plane.copy_(values)
 
-    def spread(self, forward: Callable[..., torch.Tensor], arrived: Arrived) -> None:
-        """Replace the module's forward; autograd calls ``arrived`` with the gradients of the rows of its lookups."""
-        self._notify, self.module.forward = arrived, forward
+    def spread(self, caller: Any, forward: Callable[..., torch.Tensor], arrived: Arrived) -> None:
+        """Replace a module's forward; autograd calls ``arrived`` with the gradients of the rows of its lookups."""
+        self._notify, self._caller = arrived, caller
+        vars(caller)["forward"] = forward
 
     def gather_up(self) -> None:
         """Restore the module's own forward, which then refuses the weight."""
-        vars(self.module).pop("forward", None)
+        vars(self._caller).pop("forward", None)
 
     def settle(self, forget: bool = False) -> None:
         """Let the planes have what is true of all rows; ``forget``: the planes are about to change."""
@@ -342,13 +361,14 @@ class Table:
 
     def _bind(self, states: Sequence[RowState], options: Options, state: dict[str, Any]) -> None:
         """Use the optimizer's states of these rows as planes; make those that are missing."""
-        tier, dtype, planes = self.flat.optimizer_tier, self.flat.master.dtype, self.rows.planes[:1]
+        tier, planes = self.flat.optimizer_tier, self.rows.planes[:1]
         step = state.setdefault("step", torch.tensor(0.0))
         for key in [key for key in state if key not in ("step", *(row_state.key for row_state in states))]:
             del state[key]  # torch's Adagrad makes its own when it is built
         for row_state in states:
             shape = (self.rows_here, 1 if row_state.per_row else self.width)
             present = state.get(row_state.key, torch.empty(0))
+            dtype = state_dtype(row_state.key in self._narrow, self.flat.master.dtype)
             fits = present.numel() == shape[0] * shape[1]
             if int(step) and not fits:
                 raise ValueError(
@@ -356,7 +376,8 @@ class Table:
                     "of tables, or load the checkpoint with load_optimizer_states=False"
                 )
             is_plane = any(fits and present.data_ptr() == plane.data_ptr() for plane in self.rows.planes[1:])
-            if not fits or (not is_plane and tier is Tier.NVME):  # a checkpoint is read into memory
+            # A checkpoint is read into memory.
+            if not fits or present.dtype != dtype or (not is_plane and tier is Tier.NVME):
                 plane = plane_on(tier, shape, dtype, self.mesh.device, self._folder)
                 initial = options.get(row_state.initial, 0.0) if row_state.initial else 0.0
                 if fits:

@@ -49,7 +49,8 @@ class TableSettings:
     @property
     def paths(self) -> tuple[str, ...]:
         """Names of the modules whose parameters are tables."""
-        return (*self.modules, *(stack.path for stack in (self.resting.stacks if self.resting else ())))
+        stacks = self.resting.stacks if self.resting else ()
+        return (*self.modules, *dict.fromkeys(weight.path for stack in stacks for weight in stack.weights))
 
 
 class Tables:
@@ -74,8 +75,8 @@ class Tables:
         for stack in resting.stacks if resting is not None else ():
             assert resting is not None
             here = [
-                StackedTable(stack, name, first + len(self.every) + place, mesh, resting, chosen, wire)
-                for place, name in enumerate(stack.names)
+                StackedTable(weight, stack.count, first + len(self.every) + place, mesh, resting, chosen, wire)
+                for place, weight in enumerate(stack.weights)
             ]
             self.stacks.append((stack, here))
             self.every += here
@@ -92,6 +93,11 @@ class Tables:
     def flats(self) -> list[Flat]:
         """Flat buffers of the tables."""
         return [table.flat for table in self.every]
+
+    @property
+    def trained(self) -> list[Table]:
+        """Tables that have gradients."""
+        return [table for table in self.every if table.flat.layout.trainable]
 
     def place(
         self,
@@ -122,11 +128,11 @@ class Tables:
             hot = self._settings.hot if resting is None or table.full_name not in stacked else resting.slots
             table.place(materialise, hot, store)
             if table.full_name not in stacked:
-                table.spread(forward_of(table.module, self.lookups, table), arrived)
+                table.spread(table.module, forward_of(table.module, self.lookups, table), arrived)
         for stack, tables in self.stacks:
             forward = forward_of_stack(stack, self.lookups, tables)
             for stacked_table in tables:
-                stacked_table.spread(forward, arrived)
+                stacked_table.spread(stack.module, forward, arrived)
 
     def guard(self, base: type[nn.Parameter], names: Mapping[int, str]) -> None:
         """Make operations on whole weights raise; ``base`` is the class of parameters that answers for ``grad``."""
@@ -147,7 +153,7 @@ class Tables:
     def complete(self) -> None:
         """Sum the gradients over the ranks, each row to the rank that has it. Collective, once between updates."""
         self.lookups.finish()
-        tables = [table for table in self.every if table.gradient.state is GradientState.LOCAL]
+        tables = [table for table in self.trained if table.gradient.state is GradientState.LOCAL]
         # Rows of experts are so large that messages of several parameters are no gain, and their copies a loss.
         for table in tables if self._mesh.shard.size == 1 else [t for t in tables if isinstance(t, StackedTable)]:
             self._complete([table])
@@ -201,8 +207,9 @@ class Tables:
         if group.size == 1:
             return
         for table in tables:
-            gradient = table.gradient
-            gradient.take_sum(from_all(group, COPIES_TAG, gradient.ids), from_all(group, COPIES_TAG, gradient.summed))
+            gradient, device = table.gradient, self._mesh.device
+            ids, summed = gradient.ids.to(device), gradient.summed.to(device)
+            gradient.take_sum(from_all(group, COPIES_TAG, ids), from_all(group, COPIES_TAG, summed))
 
     def scale(self, factor: float) -> None:
         """Multiply the summed gradients."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from zeromesh.apps.plan.choose.certainty import interval_text, tight_text
 from zeromesh.apps.plan.choose.fit import lacking
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
+from zeromesh.apps.plan.choose.resting_experts import resting_text
 from zeromesh.apps.plan.choose.search import ALIKE, PlanCandidate, PlanResult, SearchEffort, search
 from zeromesh.apps.plan.choose.space import LayoutSpace, PlanRequest
 from zeromesh.apps.plan.cost.cost import CostSource, ModelCost, Recompute
@@ -195,6 +196,7 @@ def _best(told: PlanAnswer) -> Iterator[str]:
         f"Peak of {fullest_text(best)}: {bytes_text(best.fullest.device)} of {bytes_text(least_memory(best.machine))}, "
         f"in the {moment_text(peak.label)}: {parts}."
     )
+    yield from resting_text(result.request.source, result.request.sequence, layout, best.machine, best.time)
     if best.tight:
         yield f"{tight_text(best)}. No layout that was computed leaves more room."
     rival = next(iter(result.shown[1:]), None)

@@ -16,6 +16,7 @@ from zeromesh.apps.plan.choose.answer import (
 from zeromesh.apps.plan.choose.certainty import interval_text, seconds_text, tight_text
 from zeromesh.apps.plan.choose.fit import lacking
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
+from zeromesh.apps.plan.choose.resting_experts import resting_text
 from zeromesh.apps.plan.choose.search import PlanCandidate, PlanResult, search
 from zeromesh.apps.plan.choose.space import PlanRequest
 from zeromesh.apps.plan.predict.lower_bounds import least_memory
@@ -70,6 +71,8 @@ class LayoutJudgement:
             f"A step {would} {interval_text(candidate.time)}. It is bound by {candidate.time.bound}: "
             f"{shares_text(candidate)}."
         )
+        request, machine = self.result.request, candidate.machine
+        sentences += resting_text(request.source, request.sequence, candidate.layout, machine, candidate.time)
         if self.better:
             best = self.better[0]
             gain = "" if missing else f", {1 - best.time.seconds / seconds:.0%} less time"

@@ -13,7 +13,7 @@ from zeromesh.base.axes import data_size
 from zeromesh.base.placement import Placement, Tier
 from zeromesh.config.settings import Settings
 from zeromesh.config.written import WrittenRun, document_of, is_refused
-from zeromesh.engine.initialize.widths import precision_of, tables_of, widths_of
+from zeromesh.engine.initialize.widths import precision_of, resting_of, tables_of, widths_of
 from zeromesh.parallel.pipeline.schedule.generators import ROWS as SCHEDULES
 from zeromesh.parallel.pipeline.schedule.schedule_files import read_costs
 from zeromesh.shard.optim.factory import is_elementwise
@@ -100,6 +100,7 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
         in_parts=named is None or is_elementwise(named.type, named.params),
         widths=widths_of(settings),
         tables=tables_of(settings),
+        resting=resting_of(settings),
         products="fp8" if float8.enabled else "",
     )
     return layout, precision

@@ -32,6 +32,7 @@ class ParallelLayout(StateLayout):
     activations_on_host: bool = False  # what blocks keep for their recomputation
     sequence: bool = False  # sequence parallelism among the tensor ranks
     tables: TableLayout = field(default_factory=TableLayout)
+    resting: TableLayout | None = None  # place of experts that rest; None: they do not
     products: str = ""  # dtype of linear layers' products; "": that of the parameters
 
     @property

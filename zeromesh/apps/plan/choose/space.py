@@ -56,6 +56,7 @@ class PlanRequest:
     memory: Memory = memory_of
     time: Timing = time_of
     tables: TableLayout = field(default_factory=TableLayout)
+    resting: TableLayout | None = None  # place of experts that rest; the source's are rows then
 
     def __post_init__(self) -> None:
         for name in ("batch", "sequence"):
@@ -118,6 +119,8 @@ class LayoutSpace:
     def shapes(self) -> list[tuple[int, int, int]]:
         """Return sizes of the tensor, context and pipeline axes that the model and the nodes allow."""
         limits, total = self.request.limits, self.machine.devices
+        if self.request.resting is not None:  # experts that rest are spread over data ranks
+            return [(1, 1, 1)]
         node = devices_of_a_node(self.machine)
         tensors = [t for t in divisors_of(node) if total % t == 0 and self._splits(t)]
         contexts = [c for c in divisors_of(total) if c == 1 or (limits.causal and self._shares(c))]
@@ -137,7 +140,8 @@ class LayoutSpace:
         split = tensor > 1 and self.request.sequence % (tensor * context) == 0
         request = self.request
         sizes = ways, 1, tensor, context, pipeline, expert
-        return ParallelLayout(*sizes, widths=request.widths, sequence=split, tables=request.tables)
+        placed = {"tables": request.tables, "resting": request.resting}
+        return ParallelLayout(*sizes, widths=request.widths, sequence=split, **placed)  # type: ignore[arg-type]
 
     def bases(self, mesh: ParallelLayout) -> Iterator[ParallelLayout]:
         """Yield a mesh with each row and its slots; all data-parallel ranks of ``mesh`` are one group."""

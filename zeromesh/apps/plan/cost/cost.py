@@ -117,12 +117,14 @@ class KernelWork:
 
 @dataclass(frozen=True)
 class TableCost:
-    """One embedding whose rows are spread over the ranks."""
+    """One embedding whose rows are spread over the ranks, or a layer's experts that rest."""
 
     name: str
     rows: int
     width: int  # elements of a row
     lookups: float = 0.0  # row numbers that a micro-batch of one rank looks up, repeated ones counted
+    experts: bool = False  # rows are experts
+    frozen: float = 0.0  # bytes of a row that has no gradient, beside its elements
 
 
 @dataclass(frozen=True)

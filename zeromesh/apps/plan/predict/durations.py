@@ -6,11 +6,18 @@ from functools import partial
 from typing import NamedTuple
 
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
-from zeromesh.apps.plan.cost.cost import KernelWork, ModelCost, Recompute, UnitCost, WorkKind
+from zeromesh.apps.plan.cost.cost import KernelWork, ModelCost, Recompute, TableCost, UnitCost, WorkKind
+from zeromesh.apps.plan.cost.resting import FETCHED_AGAIN
 from zeromesh.apps.plan.machine.cluster import Machine, Node
 from zeromesh.apps.plan.machine.collective_times import Fabric, Wire, fabric, wire
 from zeromesh.apps.plan.machine.rates import Habits, KernelSpeed, dtype_on
-from zeromesh.apps.plan.predict.table_bytes import gradient_messages, lookup_bytes, moved_by_update
+from zeromesh.apps.plan.predict.table_bytes import (
+    disk_seconds,
+    expert_traffic,
+    gradient_messages,
+    lookup_bytes,
+    moved_by_update,
+)
 from zeromesh.base.placement import Placement, Tier, offloaded_units
 
 # Python's time for an operator, with the views beside it, in the contexts of selective recomputation; measured with
@@ -35,6 +42,8 @@ class UnitTime(NamedTuple):
     dispatch: float = 0.0  # of tokens to the ranks of their experts and back that is waited for in the forward
     dispatch_back: float = 0.0  # in the backward, with its recomputation
     lookup: float = 0.0  # of rows of tables, from the ranks that have them, which the forward waits for
+    rows: float = 0.0  # of experts that rest, from the host or the disk, which the forward waits for
+    rows_again: float = 0.0  # in the recomputation
     gather: float = 0.0  # of its parameters over the shard group
     reduce: float = 0.0  # of its gradients
     replicas: float = 0.0  # sum of its gradients over replicas
@@ -58,6 +67,7 @@ class UnitTime(NamedTuple):
             ("context links", self.exchange),
             ("expert links", self.dispatch),
             ("data links", self.lookup),
+            ("from host", self.rows),
         )
 
     @property
@@ -68,6 +78,7 @@ class UnitTime(NamedTuple):
             ("tensor links", self.join_back + self.join_again),
             ("context links", self.exchange_back),
             ("expert links", self.dispatch_back),
+            ("from host", self.rows_again),
         )
 
 
@@ -228,7 +239,7 @@ class Durations:
             size = (away * elements * widths.parameter + frozen) / shard.size
             seconds["fetch"] = self._copy(size)
             if row.parameter_tier is Tier.NVME:
-                seconds["read"] = _disk(node.disk_read, size * sharing, node.name)
+                seconds["read"] = disk_seconds(node.disk_read, size * sharing, node.name)
         state = widths.states + widths.master
         if not (away and row.optimizer_tier is not Tier.DEVICE):
             # The update reads the gradient and reads and writes the master and the states; it writes the parameter.
@@ -247,8 +258,8 @@ class Durations:
         if row.parameter_tier is Tier.DEVICE:
             seconds["parameter_in"] = self._copy(local_elements * widths.parameter)
         if row.optimizer_tier is Tier.NVME:
-            seconds["states_read"] = _disk(node.disk_read, local_elements * state * sharing, node.name)
-            seconds["states_written"] = _disk(
+            seconds["states_read"] = disk_seconds(node.disk_read, local_elements * state * sharing, node.name)
+            seconds["states_written"] = disk_seconds(
                 node.disk_write or node.disk_read, local_elements * state * sharing, node.name
             )
         return seconds
@@ -268,12 +279,22 @@ class Durations:
                 seconds["replicas"] += self.replicas.all_gather(
                     summed.copies * layout.replicate / (layout.replicate - 1)
                 )
+            if table.experts:
+                for name, value in self.expert_rows(table).items():
+                    seconds[name] = seconds.get(name, 0.0) + value
+                continue
             moved = moved_by_update(table, layout)
             if layout.tables.tier is Tier.DEVICE:
                 seconds["update"] += self.node.device.streaming_seconds(moved)
             else:
                 seconds["update"] += moved * min(self.node.devices, layout.ranks) / self.node.host_bandwidth
         return seconds
+
+    def expert_rows(self, table: TableCost) -> dict[str, float]:
+        """Return the seconds of a layer's experts that rest: of fetches, and of the update, for which all wait."""
+        sharing = min(self.node.devices, self.layout.ranks)
+        rows, update = (sum(m.seconds(self.node, sharing)) for m in expert_traffic(table, self.layout))
+        return {"rows": rows, "rows_again": rows if self.layout.recompute in FETCHED_AGAIN else 0.0, "update": update}
 
     def _sums(self, trained: float, ranks: int) -> float:
         """Return the seconds in which a processor adds other ranks' parts of gradients, and converts what it sends."""
@@ -306,12 +327,6 @@ class Durations:
     def world(self) -> Fabric:
         """All ranks."""
         return fabric(self.layout, self.machine, "replicate", "data", "context", "pipeline", "tensor")
-
-
-def _disk(speed: float, size: float, node: str) -> float:
-    if speed <= 0:
-        raise ValueError(f"a state rests on NVMe, but node {node or 'of the machine'!r} has no disk; set its disk_read")
-    return size / speed
 
 
 def _is_kept(work: KernelWork) -> bool:

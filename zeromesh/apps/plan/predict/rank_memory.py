@@ -14,7 +14,7 @@ from zeromesh.apps.plan.machine.cluster import Machine
 from zeromesh.apps.plan.predict.conventions import ZEROMESH, Convention
 from zeromesh.apps.plan.predict.pipeline_step import stage_units
 from zeromesh.apps.plan.predict.snapshots import Snapshot, snapshots_of
-from zeromesh.apps.plan.predict.table_bytes import table_states, used
+from zeromesh.apps.plan.predict.table_bytes import row_gradients, table_states
 from zeromesh.comm.ordered_sums import SumPlace
 from zeromesh.parallel.head.linear_cross_entropy import chunk_bytes
 from zeromesh.parallel.pipeline.schedule.actions import Kind
@@ -104,9 +104,8 @@ def memory_of(
         for key, size in states[elements].resting.items():
             resting[key] = resting.get(key, 0.0) + size
         own_states = replace(states[elements], resting=resting)
-        # Gradients of rows, which are kept until the update.
-        row_gradients = sum(used(table) * table.width for table in tables) * layout.accumulation * layout.widths.wire
-        memories.append(_Rank(chunks, own_states, layout, conventions, row_gradients).memory(rank, shots, fixed))
+        of_rows = sum(row_gradients(table, layout) for table in tables)
+        memories.append(_Rank(chunks, own_states, layout, conventions, of_rows).memory(rank, shots, fixed))
     return memories
 
 
