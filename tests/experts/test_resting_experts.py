@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from compare import assert_close, assert_same
 from harness import run_ranks
 from mixtures import build_mixture, mixture_loss, token_rows
+from pairwise import pairwise
 from run import adamw, configuration, optimizer_of, start_engine
 from zeromesh import zero
 from zeromesh.engine.reports import planned_states
@@ -125,6 +126,34 @@ def test_resting_experts_train_as_in_one_process(case: Case, tmp_path: Path) -> 
     folder = str(tmp_path)
     found = trained(case, folder) if case.ranks == 1 else run_ranks(trained, case.ranks, case, folder)[0]
     assert_close(found, plain(case), 1e-12)
+
+
+FACTORS: dict[str, list[Any]] = {
+    "rest": ["cpu", "nvme"],
+    "ranks": [1, 2],
+    "optimizer": list(OPTIMIZERS),
+    "stage": [0, 1, 2, 3],
+    "accumulation": [1, 3],
+    "clip": [0.0, 0.1],
+    "slots": [1, 3, EXPERTS],
+    "recomputes": [False, True],
+}
+
+
+def trained_all(cases: list[Case], folder: str) -> list[dict[str, torch.Tensor]]:
+    return [trained(case, folder) for case in cases]
+
+
+@pytest.mark.full
+def test_every_pair_of_what_it_composes_with_trains_as_in_one_process(tmp_path: Path) -> None:
+    cases, folder = [Case(**values) for values in pairwise(FACTORS, seed=1)], str(tmp_path)
+    alone, together = ([case for case in cases if case.ranks == ranks] for ranks in (1, 2))
+    found = trained_all(alone, folder) + run_ranks(trained_all, 2, together, folder)[0]
+    for case, weights in zip(alone + together, found, strict=True):
+        try:
+            assert_close(weights, plain(case), 1e-12)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
 
 
 @pytest.mark.parametrize(
