@@ -3,15 +3,18 @@
 First the proof: a process whose private memory is limited (RLIMIT_DATA, as ``ulimit -d``) to a quarter of the bytes of
 the experts' weights and moments trains with experts that rest in files. All experts in memory do not fit into that
 limit, and without a limit give the same bits. Mapped files do not count: the kernel takes their pages back when it
-needs them. Then the time of a step over the share of the experts that a step touches, others in each step, beside all
-in memory and beside ZeRO-3 with parameters and states in files. Each run is a process of its own.
+needs them. Then the time of a step over the share of the experts that a step touches, others in each step: with files
+that the kernel caches, with files of which it keeps nothing after a step (uncached), all in memory, and by ZeRO-3 with
+parameters and states in files. Each run is a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
 import json
+import mmap
 import os
 import resource
 import subprocess
@@ -31,7 +34,8 @@ from torch import nn
 
 import zeromesh
 
-CASES = ("resting", "memory", "zero3")
+CASES = ("resting", "uncached", "memory", "zero3")
+MS_SYNC, MADV_PAGEOUT = 4, 21  # of Linux
 TIMED = 6  # steps
 STATES = 12  # bytes of a weight and its two moments in fp32
 
@@ -57,7 +61,7 @@ class Sizes:
 class Run:
     """One training in a process of its own."""
 
-    case: str  # "resting", "memory" or "zero3"
+    case: str  # one of CASES
     sizes: Sizes
     share: float  # of the experts of each layer that a step touches
     folder: str
@@ -131,6 +135,17 @@ def private_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
 
 
+def throw_out(engine: Any) -> None:
+    """Write what has changed of experts at rest to the disk, and let the kernel keep none of their pages."""
+    library = ctypes.CDLL(None, use_errno=True)
+    for plane in (plane for table in engine.sharded.tables for plane in table.rows.planes):
+        first = plane.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        pages = ctypes.c_void_p(first), ctypes.c_size_t(plane.data_ptr() + plane.nbytes - first)
+        for call, option in ((library.msync, MS_SYNC), (library.madvise, MADV_PAGEOUT)):
+            if call(*pages, option):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
 def digest(engine: Any) -> str:
     """Return a hash of all weights, gathered one after the other."""
     found = hashlib.sha256()
@@ -149,8 +164,10 @@ def train(run: Run) -> dict[str, Any]:
         limit = run.limit + (private_bytes() if run.beside else 0)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
     disk = {"device": "nvme", "nvme_path": run.folder}
+    rests = {"experts": {"rest": "nvme", "nvme_path": run.folder, "slots": 1}}
     sections: dict[str, Any] = {
-        "resting": {"experts": {"rest": "nvme", "nvme_path": run.folder, "slots": 1}},
+        "resting": rests,
+        "uncached": rests,
         "memory": {},
         "zero3": {"zero_optimization": {"stage": 3, "offload_param": disk, "offload_optimizer": disk}},
     }[run.case]
@@ -166,6 +183,8 @@ def train(run: Run) -> dict[str, Any]:
         engine.backward(engine(*batch(run.sizes, step, run.share)))
         most = max(most, private_bytes())
         engine.step()
+        if run.case == "uncached":
+            throw_out(engine)
         seconds.append(time.perf_counter() - started)
         processor.append(time.process_time() - worked)
         most = max(most, private_bytes())
@@ -203,6 +222,7 @@ def main() -> None:
     parser.add_argument("--run", help="one run, as JSON")
     parser.add_argument("--folder", help="on the disk to measure; by default a temporary one")
     parser.add_argument("--shares", type=float, nargs="*", default=[1.0, 0.5, 0.25, 0.1])
+    parser.add_argument("--cases", nargs="*", default=CASES, choices=CASES)
     parser.add_argument("--no-proof", action="store_true")
     asked = parser.parse_args()
     if asked.run:
@@ -215,12 +235,12 @@ def main() -> None:
             print(f"states of experts: {sizes.states / 1e6:.0f} MB; the process may use {sizes.states / 4e6:.0f} MB")
             for name, found in prove(sizes, folder).items():
                 print(name, found, flush=True)
-        print("share | " + " | ".join(f"{case} s (least to most), of processors" for case in CASES))
+        print("share | " + " | ".join(f"{case} s (least to most), of processors" for case in asked.cases))
         for share in asked.shares:
             cells = []
-            for case in CASES:
+            for case in asked.cases:
                 # Experts at rest first have to miss as many steps as they will.
-                before = round(2 / share) if case == "resting" else 2
+                before = round(2 / share) if case in ("resting", "uncached") else 2
                 found = measured(Run(case, Sizes(4, 64, 256, 256, steps=before + TIMED), share, folder))
                 if "error" in found:
                     cells.append(found["error"])
