@@ -15,11 +15,12 @@ import gc
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -163,8 +164,16 @@ def planned(setting: Setting, folder: str) -> float:
     return rank.peak.total + rank.on("host")
 
 
-def measured(setting: Setting, folder: str) -> float:
-    """Return the peak of a step, in bytes."""
+class Peak(NamedTuple):
+    """What a step took."""
+
+    bytes: float  # at the most
+    rest: float  # of them, what there is between steps
+    seconds: float
+
+
+def measured(setting: Setting, folder: str) -> Peak:
+    """Return what the second step of a training takes."""
     heap = ctypes.CDLL(None)  # the preloaded library's functions are in the process itself
     heap.heap_events_live.restype = heap.heap_events_peak.restype = ctypes.c_long
     gc.collect()
@@ -173,11 +182,12 @@ def measured(setting: Setting, folder: str) -> float:
     data = batch(setting)
     for number in range(2):
         if number == 1:
+            rest, began = heap.heap_events_live() - before, time.perf_counter()
             heap.heap_events_reset()
         engine.train_batch(repeat(data))
-    peak = heap.heap_events_peak() - before
+    seconds, peak = time.perf_counter() - began, heap.heap_events_peak() - before
     engine.destroy()
-    return float(peak)
+    return Peak(peak, rest, seconds)
 
 
 @dataclass(frozen=True)
@@ -216,7 +226,7 @@ def peaks(only: str = "") -> Iterator[PeakRow]:
             if shape not in seen:
                 measured(setting, folder)  # what torch and the engine keep from the first use on would count
             seen.add(shape)
-            yield PeakRow(setting, planned(setting, folder), measured(setting, folder))
+            yield PeakRow(setting, planned(setting, folder), measured(setting, folder).bytes)
 
 
 def table(rows: Sequence[PeakRow]) -> str:
