@@ -187,7 +187,8 @@ STEPS = (
           accumulation=4, steps=2, ratios=RATIOS, config=NARROW),
     # One long sample: the same without tiles, with tiles, and what only tiles have room for.
     train("8B", "64 K, one sample", 3.0, BOTH, "tiling", sequence=65536, batch=1, steps=2, warmup=1),
-    train("long", "64 K, one sample, tiles", 3.0, BOTH, "tiling", sequence=65536, steps=2, warmup=1, config=tiled("width")),
+    train("long", "64 K, one sample, tiles", 3.0, BOTH, "tiling", sequence=65536, steps=2, warmup=1,
+          config=tiled("width")),
     train("long", "256 K, one sample, tiles, inputs on the host", 6.0, BOTH, "tiling", sequence=262144, steps=1,
           warmup=0, config=tiled("width"), inputs_on_host=True),
     # One H100: 12,473 tokens/s with rank 16 on all projections; 272 TFLOP/s with states and parameters on the host.

@@ -1,10 +1,11 @@
 """Largest models and longest sequences of one device by the planner's memory, before and after what saves memory.
 
-    python benchmarks/largest_models.py [--markdown FILE]
+    python benchmarks/largest_models.py [--only TEXT] [--markdown FILE]
 
-Each row asks for the most blocks, or the most tokens, that the planner says fit: a bisection, without memory and without
-the device. "Before" is AdamW with states in fp32 and blocks that are computed again from their inputs; "after" has
-states in bf16, tiles over tokens with a loss in chunks, inputs of blocks on the host, and experts at rest on NVMe.
+Each row asks for the most blocks, by bisection, or the most tokens, which memory follows in a line, that the planner
+says fit: without memory and without the device. "Before" is AdamW with states in fp32 and blocks that are computed
+again from their inputs. "After" has states and sums of gradients in bf16, tiles over tokens with a loss in chunks,
+inputs of blocks on the host, and experts at rest on NVMe.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from zeromesh.apps.plan.choose.fit import lacking
 from zeromesh.apps.plan.choose.layout_documents import layout_from
 from zeromesh.apps.plan.cost.cost import CostSource
 from zeromesh.apps.plan.cost.passes import TokenTiles, TraceOptions
+from zeromesh.apps.plan.cost.resting import RestingCost
 from zeromesh.apps.plan.cost.source import hugging_face_cost
-from zeromesh.apps.plan.machine.cluster import Machine
+from zeromesh.apps.plan.machine.cluster import Machine, Node
 from zeromesh.apps.plan.machine.here import machine_here, tiles_of
 from zeromesh.apps.plan.machine.presets import cluster
 from zeromesh.apps.plan.predict.rank_memory import memory_of
@@ -35,6 +37,7 @@ from zeromesh.config.settings import Settings
 Json = dict[str, Any]
 
 USUAL_TOKENS = 4096
+STEP = 4096  # of tokens
 CPU = {"device": "cpu", "split_master": True}
 PLACES: dict[str, Json] = {
     "all on the device": {"stage": 3},
@@ -46,6 +49,7 @@ AGAIN = {"activation_checkpointing": {"enabled": True}}
 BEFORE: Json = AGAIN
 AFTER: Json = {
     "optimizer_state_dtype": {"exp_avg": "bf16", "exp_avg_sq": "bf16"},
+    "data_types": {"grad_accum_dtype": "bf16"},
     "tiling": {"mlp": "width", "loss": True},
     "activation_checkpointing": {"enabled": True, "cpu_checkpointing": True},
 }
@@ -59,8 +63,8 @@ def decoder(layers: int) -> Any:
 
     return LlamaConfig(
         vocab_size=128256, hidden_size=128 * layers, intermediate_size=448 * layers, num_hidden_layers=layers,
-        num_attention_heads=layers, num_key_value_heads=layers // (2 if layers % 4 else 4), max_position_embeddings=1 << 26,
-        architectures=["LlamaForCausalLM"],
+        num_attention_heads=layers, num_key_value_heads=layers // (2 if layers % 4 else 4),
+        max_position_embeddings=1 << 26, architectures=["LlamaForCausalLM"],
     )  # fmt: skip
 
 
@@ -82,8 +86,8 @@ def cost_of(make: Callable[[int], Any], layers: int, tiles: TokenTiles, kernels:
     return hugging_face_cost(make(layers), TraceOptions(torch.bfloat16, kernels=kernels, tiles=tiles))
 
 
-def fits(machine: Machine, document: Json, make: Callable[[int], Any], layers: int, tokens: int) -> bool:
-    """Return whether one sample of so many tokens trains on the machine."""
+def missing(machine: Machine, document: Json, make: Callable[[int], Any], layers: int, tokens: int) -> Json:
+    """Return the bytes that each tier lacks to train with one sample of so many tokens; below zero, what is left."""
     settings = Settings.load(
         {
             "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True},
@@ -93,7 +97,9 @@ def fits(machine: Machine, document: Json, make: Callable[[int], Any], layers: i
     layout, _ = layout_from(settings, 1)
     processor = machine.nodes[0][0].device.processor
     source = cost_of(make, layers, tiles_of(settings), "cpu" if processor else "cuda")
-    return max(lacking(memory_of(source, tokens, layout, machine), layout, machine).values()) <= 0
+    if layout.resting is not None:
+        source = RestingCost(source, layout.widths.parameter)
+    return lacking(memory_of(source, tokens, layout, machine), layout, machine)
 
 
 def most(works: Callable[[int], bool], step: int, end: int) -> int:
@@ -105,29 +111,46 @@ def most(works: Callable[[int], bool], step: int, end: int) -> int:
     return low * step
 
 
+def longest(machine: Machine, document: Json, layers: int) -> int:
+    """Return the most tokens of a sample, of which memory is a line."""
+    lengths = 1 << 15, 1 << 16
+    few, more = (missing(machine, document, decoder, layers, length) for length in lengths)
+    tokens = 1 << 21
+    for tier, lacks in few.items():
+        each = (more[tier] - lacks) / (lengths[1] - lengths[0])
+        if each > 0:
+            tokens = min(tokens, int(lengths[0] - lacks / each))
+    return max(0, tokens // STEP * STEP)
+
+
 @dataclass(frozen=True)
 class Question:
     """A row of the table: the most of something on a machine."""
 
     machine: str
     what: str  # "dense", "mixture" or "tokens"
-    place: str
+    place: str  # of states; experts rest on NVMe after
 
 
 @cache
 def machines() -> dict[str, Machine]:
     """Return the machines: with usual hosts, and a disk."""
     found = {
-        "24 GB card, host of 64 GB": cluster(gpu="rtx-4090", gpus=1, host_memory=64e9),
+        "24 GB card, host of 128 GB": cluster(gpu="rtx-4090", gpus=1, host_memory=128e9),
         "80 GB card, host of 256 GB": cluster(gpu="h100", gpus=1, host_memory=256e9),
-        "this machine, CPU": machine_here(1, 1),
+        "CPU, 23 GB": machine_here(1, 1),
     }
-    return {name: with_disk(machine) for name, machine in found.items()}
+    sizes = {"CPU, 23 GB": 23e9}  # what the system leaves of 24 GB, whatever else runs now
 
+    def usual(name: str, node: Node) -> Node:
+        host = sizes.get(name, node.host_memory)
+        device = replace(node.device, memory=host) if name in sizes else node.device
+        return replace(node, disk=4e12, host_memory=host, device=device)
 
-def with_disk(machine: Machine, size: float = 4e12) -> Machine:
-    """Return the machine with a disk of so many bytes."""
-    return replace(machine, nodes=tuple((replace(node, disk=size), count) for node, count in machine.nodes))
+    return {
+        name: replace(machine, nodes=tuple((usual(name, node), count) for node, count in machine.nodes))
+        for name, machine in found.items()
+    }
 
 
 def questions() -> list[Question]:
@@ -147,11 +170,11 @@ def answer(question: Question, after: bool) -> tuple[int, str]:
     document = {"zero_optimization": PLACES[question.place], **(AFTER if after else BEFORE)}
     if question.what == "tokens":
         layers = 32 if "CPU" not in question.machine else 16
-        tokens = most(lambda n: fits(machine, document, decoder, layers, n), 4096, 1 << 21)
+        tokens = longest(machine, document, layers)
         return tokens, f"{tokens:,} tokens"
     make, step = (decoder, 2) if question.what == "dense" else (mixture, 3)
     document |= RESTING if after and question.what == "mixture" else {}
-    layers = most(lambda n: fits(machine, document, make, n, USUAL_TOKENS), step, 60 * step)
+    layers = most(lambda n: max(missing(machine, document, make, n, USUAL_TOKENS).values()) <= 0, step, 60 * step)
     if not layers:
         return 0, "none"
     size = cost_of(make, layers, TokenTiles(), "cuda").at(1, USUAL_TOKENS).parameters
@@ -174,9 +197,10 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--markdown", type=Path, help="file for the table")
+    parser.add_argument("--only", default="", help="machines whose name has this text")
     given = parser.parse_args()
     lines = []
-    for line in table(questions()):
+    for line in table([question for question in questions() if given.only in question.machine]):
         lines.append(line)
         print(line, flush=True)
     if given.markdown:

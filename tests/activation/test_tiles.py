@@ -169,3 +169,31 @@ def test_training_is_that_without_tiles(layout: str) -> None:
         run_ranks(losses, ranks, "llama", settings, {"mlp": 3, "loss": True}), plain, strict=True
     ):
         assert tiled == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize(
+    ("precision", "bound"),
+    [
+        ({"bf16": {"enabled": True}}, 2**-6),
+        ({"fp16": {"enabled": True, "loss_scale": 128.0}}, 2**-9),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, 2**-6),
+    ],
+)
+def test_tiles_in_16_bits_differ_by_their_roundoff(precision: dict[str, Any], bound: float, recomputed: bool) -> None:
+    def train(tiling: dict[str, Any] | None) -> list[float]:
+        torch.manual_seed(0)
+        again = {"activation_checkpointing": {"enabled": True}} if recomputed else {}
+        chosen = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **precision, **again}
+        chosen |= {"tiling": tiling} if tiling else {}
+        engine = zeromesh.initialize(model=MODELS["llama"].build(), config=chosen)[0]
+        ids = torch.randint(3, 90, (2, 8), generator=torch.Generator().manual_seed(0))
+        found = [float(engine.train_batch(iter([{"input_ids": ids, "labels": ids}]))) for _ in range(3)]
+        engine.destroy()
+        return found
+
+    plain = train(None)
+    # Gradients of weights are rounded once more for each tile: a few units of the dtype's roundoff.
+    assert train({"mlp": 3, "loss": True}) == pytest.approx(plain, rel=bound)
+    assert plain[2] < plain[0]

@@ -1,7 +1,7 @@
 """Traced costs are those of plain torch on real tensors."""
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -10,10 +10,10 @@ import transformers
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from zeromesh.apps.plan.cost.cost import ModelCost, Recompute, WorkKind
+from zeromesh.apps.plan.cost.cost import KernelWork, ModelCost, Recompute, WorkKind
 from zeromesh.apps.plan.cost.cost_trace import BALANCED, InputsOf, TracedCost
 from zeromesh.apps.plan.cost.estimate import estimate
-from zeromesh.apps.plan.cost.passes import TraceOptions
+from zeromesh.apps.plan.cost.passes import TokenTiles, TraceOptions
 from zeromesh.apps.plan.cost.source import hugging_face_cost, token_inputs
 from zeromesh.apps.train.architectures.decoder import Decoder
 from zeromesh.apps.train.train_settings import ModelShape
@@ -383,3 +383,34 @@ def test_adapters_keep_less_and_a_model_that_recomputes_by_itself_does() -> None
     assert first.exact
     assert first.flops == second.flops
     assert saved(second, Recompute.BLOCKS) <= saved(first) < saved(second)
+
+
+def test_tiles_keep_less_and_compute_again_what_their_backward_needs() -> None:
+    tokens, inputs = 32, token_inputs()
+
+    def traced(tiles: TokenTiles) -> ModelCost:
+        cost = TracedCost(llama(), inputs, TraceOptions(kernels="cpu", tiles=tiles)).at(1, tokens)
+        assert cost.exact
+        return cost
+
+    def products(works: Iterable[KernelWork]) -> float:
+        return sum(work.flops.on() * work.count for work in works)
+
+    plain, tiled, chunked = (traced(tiles) for tiles in (TokenTiles(), TokenTiles(8), TokenTiles(8, (), True)))
+    width, inner = SIZES["hidden_size"], TINY["intermediate_size"]
+    for without, block, both in zip(plain.units, tiled.units, chunked.units, strict=True):
+        if not block.block:
+            continue
+        # The results of two products, of the activation, and their product, which the last product reads.
+        inside = 4 * tokens * inner * 4
+        assert without.saved[Recompute.NONE].on() - block.saved[Recompute.NONE].on() == inside
+        assert products(block.again) == 2 * 2 * tokens * width * inner  # all but the last product
+        assert products(block.forward) == products(without.forward)
+        assert both.saved == block.saved
+    head, in_chunks = tiled.units[-1], chunked.units[-1]
+    assert products(in_chunks.forward) == 3 * products(head.forward)
+    # The gradients of head and input take the place of the logits.
+    gradients = 4 * width * (SIZES["vocab_size"] + tokens)
+    assert in_chunks.saved[Recompute.NONE].on() >= gradients
+    with pytest.raises(ValueError, match="cannot be computed in tiles"):
+        traced(TokenTiles(8, ("LlamaAttention",)))

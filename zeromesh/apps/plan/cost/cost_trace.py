@@ -28,9 +28,9 @@ from zeromesh.apps.plan.cost.estimate import estimate
 from zeromesh.apps.plan.cost.passes import (
     MOST_TENSOR,
     PHASES,
+    WHOLE_SEQUENCES,
     Inputs,
     Loss,
-    TokenTiles,
     TracedUnit,
     TraceError,
     TraceOptions,
@@ -139,7 +139,7 @@ class TracedCost:
         run = partial(trace, model, options=options, loss=self._loss, cuts=cuts_of(model))
         try:
             # The number of tiles is no line in the number of samples.
-            batches = batches if self._options.tiles == TokenTiles() else (micro_batch,)
+            batches = batches if self._options.tiles == WHOLE_SEQUENCES else (micro_batch,)
             traces = [run(self._inputs(batch, sequence)) for batch in batches]
         except TraceError as error:
             cost = estimate(model, self.name, micro_batch, sequence, options, str(error))

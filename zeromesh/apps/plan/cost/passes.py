@@ -70,6 +70,9 @@ class TokenTiles(NamedTuple):
             chunk_losses(model, heads_over_vocabulary(original), nullcontext)
 
 
+WHOLE_SEQUENCES = TokenTiles()
+
+
 @dataclass(frozen=True)
 class TraceOptions:
     """Choices that decide what a model saves."""
@@ -79,7 +82,7 @@ class TraceOptions:
     kernels: str = "cuda"  # device whose kernels are used: "cuda" or "cpu"
     packing: Packing | None = None  # of the frozen weights of linear layers
     tables: tuple[str, ...] | None = None  # patterns of names of tables; None: embeddings with sparse=True
-    tiles: TokenTiles = TokenTiles()
+    tiles: TokenTiles = WHOLE_SEQUENCES
 
 
 @dataclass

@@ -39,9 +39,7 @@ def cost_here(
     kernels = "cuda" if torch.cuda.is_available() else "cpu"
     tables = settings.embedding_tables.modules
     precision = settings.precision
-    options = TraceOptions(
-        precision.compute, precision.autocast, kernels, tables=tables, tiles=tiles_of(settings)
-    )
+    options = TraceOptions(precision.compute, precision.autocast, kernels, tables=tables, tiles=tiles_of(settings))
     return TracedCost(model, inputs, options, loss), sequence_of(inputs)
 
 
