@@ -66,10 +66,10 @@ class BlockResults:
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the block's function: in the first context, and then in the other."""
-        self._numbers, self._trail, self.counts = Counter(), 0, True
         if self._again and self._visit is not None and self._plan.inputs is not Saved.MOVE:  # otherwise it has begun
             with self._visit.in_backward():
                 pass
+        self._numbers, self._trail, self.counts = Counter(), 0, True
         try:
             return function(*args, **kwargs)
         finally:
