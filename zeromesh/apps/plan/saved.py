@@ -60,6 +60,7 @@ class BlockCost:
     everything: float  # bytes that it keeps without a checkpoint
     forward: float  # seconds
     backward: float  # seconds, without a recomputation
+    recomputation: float  # seconds, with nothing kept
     transient: float  # bytes beyond, at most, in its passes
     candidates: tuple[Candidate, ...]
     results: tuple[tuple[tuple[str, int], float, float], ...]  # by operator: bytes that autograd keeps, and others
@@ -94,7 +95,7 @@ class BlockCost:
     def again(self, plan: BlockPlan) -> float:
         """Return the seconds of its recomputation."""
         seconds_kept = sum(x.seconds for x in self.candidates if x.key in plan.results)
-        return 0.0 if plan.keeps_all else self.forward - seconds_kept
+        return 0.0 if plan.keeps_all else self.recomputation - seconds_kept
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ class SavedCosts:
         held_bytes, highest, flying = self.before, 0.0, 0.0
         for block, choice in zip(self.blocks, plan.blocks, strict=True):
             # Beside a block, what the one before moves is still leaving in the forward, and comes back in the backward.
-            highest = max(highest, held_bytes + block.at_work(choice) + flying)
+            beside = 0.0 if choice.keeps_all else flying  # the recomputation asks for it
+            highest = max(highest, held_bytes + block.at_work(choice) + beside)
             held_bytes, flying = held_bytes + block.held(choice), block.moved(choice)
         return max(highest, held_bytes + self.after + flying)
 
@@ -159,18 +161,19 @@ def saved_costs(cost: ModelCost, machine: Machine, layout: ParallelLayout | None
 
 def _block(speed: KernelSpeed, unit: UnitCost) -> BlockCost:
     tensor, sequence = speed.layout.tensor, speed.layout.sequence
-    seconds = [speed.total(call.kernels) for call in unit.calls]
+    amounts = [(call.size.on(tensor, sequence), call.unsaved.on(tensor, sequence)) for call in unit.calls]
+    # A recomputation stops behind the last result that its backward needs.
+    end = max((place for place, (size, unsaved) in enumerate(amounts, 1) if size > unsaved), default=0)
+    calls = [(call, *sizes, speed.total(call.kernels)) for call, sizes in zip(unit.calls, amounts, strict=True)][:end]
     candidates = tuple(
-        Candidate(call.key, size, each)
-        for call, each in zip(unit.calls, seconds, strict=True)
-        if call.keepable and (size := call.size.on(tensor, sequence)) and each > 0
+        Candidate(call.key, size, seconds) for call, size, _, seconds in calls if call.keepable and size and seconds > 0
     )
-    amounts = ((call.key, call.size.on(tensor, sequence), call.unsaved.on(tensor, sequence)) for call in unit.calls)
-    results = tuple((key, size - unsaved, unsaved) for key, size, unsaved in amounts)
+    results = tuple((call.key, size - unsaved, unsaved) for call, size, unsaved, _ in calls)
     inputs, everything = (unit.saved[policy].on(tensor, sequence) for policy in (Recompute.BLOCKS, Recompute.NONE))
     forward, backward = speed.total(unit.forward), speed.total(unit.input, True) + speed.total(unit.weight)
+    again = sum(seconds for *_, seconds in calls)
     beyond = max(0.0, *(peak.on(tensor, sequence) for peak in (unit.forward_peak, unit.backward_peak)))
-    return BlockCost(unit.name, inputs, everything, forward, backward, beyond, candidates, results)
+    return BlockCost(unit.name, inputs, everything, forward, backward, again, beyond, candidates, results)
 
 
 def choose(costs: SavedCosts, budget: float) -> SavedPlan:
@@ -298,8 +301,9 @@ class PlannedCost:
 
 
 def _planned(unit: UnitCost, block: BlockCost, choice: BlockPlan) -> UnitCost:
-    kernels = () if choice.keeps_all else unit.calls
-    repeated = tuple(kernel for call in kernels if call.key not in choice.results for kernel in call.kernels)
+    # Its recomputation stops behind the last result that the backward needs.
+    calls = () if choice.keeps_all else unit.calls[: len(block.results)]
+    repeated = tuple(kernel for call in calls if call.key not in choice.results for kernel in call.kernels)
     extra = Divided(whole=block.beyond(choice))
     peaks = {name: getattr(unit, name).plus(extra) for name in ("backward_peak", "early_peak", "gradient_peak")}
     # The bytes are those of one rank already, so none of them are divided again.

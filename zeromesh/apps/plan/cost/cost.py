@@ -130,7 +130,7 @@ class OperatorCall:
     size: Divided  # bytes of its results
     unsaved: Divided  # of those bytes, what autograd does not keep without checkpointing
     kernels: tuple[KernelWork, ...]
-    keepable: bool = True  # false: it must run again, so that what follows computes the same
+    keepable: bool = True  # false: it is changed in place later, or handed on
 
     @property
     def key(self) -> tuple[str, int]:

@@ -127,7 +127,6 @@ class TracedCall(NamedTuple):
     number: int  # of calls of this operator in the slot before
     results: tuple[TracedStorage, ...]
     kernels: tuple[KernelWork, ...]
-    random: bool  # it draws random numbers
 
 
 class _Facts(NamedTuple):
@@ -307,9 +306,8 @@ class StorageRecorder(OperatorListener):
         self.works += [TracedWork(self.slot, "again" if again else its_phase, kernel) for kernel, its_phase in kernels]
         new_storages = tuple(x for x in result_storages if id(x) not in operand_ids and not (x.known or x.weight))
         if new_storages and not backward:
-            random = torch.Tag.nondeterministic_seeded in func.tags
             works = tuple(kernel for kernel, _ in kernels)
-            self.calls.append(TracedCall(self.slot, operator, number, new_storages, works, random))
+            self.calls.append(TracedCall(self.slot, operator, number, new_storages, works))
 
     def _enter_node(self) -> bool:
         """Attribute a backward's operator to the slot of the forward; return whether the forward had a parameter."""

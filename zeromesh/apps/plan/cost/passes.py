@@ -388,21 +388,20 @@ class _Trace:
             ]
             traced_unit.saved[Recompute.PRODUCTS] = _sum([*new_inputs, *kept_products])
         boundary = seen | {id(stored) for storages in entered.values() for stored in storages}
-        self._add_calls(units, boundary, {id(stored) for stored in saved})
+        self._add_calls(units, boundary, {id(stored): self.places[stored.saver] for stored in saved})
 
-    def _add_calls(self, units: Sequence[TracedUnit], boundary: set[int], saved: set[int]) -> None:
-        """Note the operators of blocks; what blocks hand on (``boundary``) is kept as another's input."""
-        drawn: set[int] = set()  # units with a random operator behind the one that is looked at
+    def _add_calls(self, units: Sequence[TracedUnit], boundary: set[int], saved: Mapping[int, int]) -> None:
+        """Note the operators of blocks; what blocks hand on (``boundary``) is kept as another's input.
+
+        ``saved`` has the place of the unit that saves a storage.
+        """
         for call in reversed(self.recorder.calls):
             index = self.places[call.slot]
             if not units[index].block:
                 continue
             changed = any(id(stored) in self.recorder.written | boundary for stored in call.results)
-            # A generator that is not called would give the operators behind it other numbers.
-            keepable = not changed and not (call.random and index in drawn)
-            drawn |= {index} if call.random else set()
-            unsaved = _sum([stored for stored in call.results if id(stored) not in saved])
-            entry = OperatorCall(call.operator, call.number, _sum(call.results), unsaved, call.kernels, keepable)
+            unsaved = _sum([stored for stored in call.results if saved.get(id(stored)) != index])
+            entry = OperatorCall(call.operator, call.number, _sum(call.results), unsaved, call.kernels, not changed)
             units[index].calls.insert(0, entry)
 
     def _add_peaks(self, units: Sequence[TracedUnit], saved: Sequence[TracedStorage], forwards: int) -> None:
