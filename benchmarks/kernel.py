@@ -31,9 +31,10 @@ FACTOR = 0.5
 BYTES = 28
 """Of a parameter's gradient, master, moments and 16-bit parameter, each read or written once or both."""
 
-HALVES = "ZeroMesh, halves"
-BYTES_OF = {HALVES: 26}
-"""Bytes of rows that move fewer: the parameter is the master's upper half, and is not written beside it."""
+HALVES, NARROW, LEAST = "ZeroMesh, halves", "ZeroMesh, states in bf16", "ZeroMesh, halves, states in bf16"
+NARROW_AVX2 = "ZeroMesh, states in bf16, AVX2"
+BYTES_OF = {HALVES: 26, NARROW: 20, NARROW_AVX2: 20, LEAST: 18}
+"""Bytes of rows that move fewer: of halves, the parameter is the upper one, and is not written beside the master."""
 
 OURS, MEMORY, CASTS, DEEPSPEED = "ZeroMesh", "memory", "torch: cast, fused, cast", "DeepSpeed: cast, update, cast"
 AIMS = {MEMORY: 0.9, CASTS: 1.7, DEEPSPEED: 1.1}
@@ -44,6 +45,9 @@ EXPLAINED = {
     OURS: "the fastest instructions of the processor, in place, with unscaling and clipping",
     "ZeroMesh, AVX2": "the same with AVX2",
     HALVES: "split master weights: the 16-bit parameter and a 16-bit remainder, 4 bytes instead of 6",
+    NARROW: "moments in bf16, rounded stochastically",
+    NARROW_AVX2: "the same with AVX2",
+    LEAST: "both: 8 bytes at rest",
     "ZeroMesh, out of place": "writes the new master and moments to other memory",
     "torch: foreach": "only the update, with `foreach=True`, on fp32 gradients",
     "torch: fused": "only the update, with `fused=True`, on fp32 gradients",
@@ -71,6 +75,7 @@ class Memory:
         self.master = torch.nn.Parameter(make(torch.float32).normal_())
         self.master.grad = self.wide
         self.states = make(torch.float32), make(torch.float32)
+        self.narrow = make(torch.bfloat16), make(torch.bfloat16)
         self.halves = make(torch.bfloat16), make(torch.int16)
         for half, values in zip(self.halves, split(self.master.detach()), strict=True):
             half.copy_(values)
@@ -114,6 +119,12 @@ class Memory:
         ours = {OURS: lambda threads: update([piece], FACTOR, threads)}
         if "avx2" in native.sets:
             ours["ZeroMesh, AVX2"] = lambda threads: update([piece], FACTOR, threads, "avx2")
+        narrow = UpdatePiece(step, self.gradient, master, self.narrow, self.output)
+        least = UpdatePiece(step, self.gradient, upper, self.narrow, remainder=lower)
+        ours[NARROW] = lambda threads: update([narrow], FACTOR, threads)
+        if "avx2" in native.sets:
+            ours[NARROW_AVX2] = lambda threads: update([narrow], FACTOR, threads, "avx2")
+        ours[LEAST] = lambda threads: update([least], FACTOR, threads)
         ours["ZeroMesh, out of place"] = lambda threads: update([other], FACTOR, threads)
         ours[HALVES] = lambda threads: update([halved], FACTOR, threads)
         works = {
@@ -246,7 +257,8 @@ figures are in [{result["name"]}.json]({result["name"]}.json).
 Load of the machine before: {result["load"]:.1f}, after: {result["load_after"]:.1f}.""",
         f"""AdamW on {million:.0f} M parameters in one piece: fp32 masters and moments, gradients and parameters in
 bf16, in huge pages. An update reads 2 + 12 bytes per parameter and writes 12 + 2: {BYTES} bytes,
-and {BYTES_OF[HALVES]} with halves. All rows take turns for {result["rounds"]} rounds. The figure of a round is the best
+{BYTES_OF[HALVES]} with halves, {BYTES_OF[NARROW]} with states in bf16, {BYTES_OF[LEAST]} with both.
+All rows take turns for {result["rounds"]} rounds. The figure of a round is the best
 of {result["repetitions"]} repetitions. The tables have the median of the rounds, and the least and the most. GB/s
 counts these bytes, even if a row moves more. *ZeroMesh is* compares with ZeroMesh: the median over the rounds.
 *at best* compares the best rounds.""",
