@@ -76,6 +76,10 @@ class SpreadSequences:
         self.consecutive = True
         _log.warning("%s; under the strategy auto its code is given tokens of all ranks where it needs them", reason)
 
+    def count_forward(self) -> None:
+        """Count a forward that has ended without ``consecutive``; none of them is counted while paused."""
+        self.forwards += self.active
+
     def part(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's part of a tensor with a dim of tokens, such as labels."""
         if self.consecutive:
