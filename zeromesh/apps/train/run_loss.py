@@ -20,7 +20,6 @@ from zeromesh.apps.train.model import LanguageModel, Transformer
 from zeromesh.apps.train.train_settings import Preference
 from zeromesh.checkpoint.weights.export import plain_model
 from zeromesh.engine.batches import WithLoss
-from zeromesh.parallel.context.sequence_order import keep
 
 AT_ONCE = 32  # micro-batches per evaluation call: a pipeline fills and drains once for them, and holds all of them
 PROBE = 4  # tokens of each of the two documents of a trial
@@ -47,7 +46,7 @@ class Weighted(WithLoss):
         count = int((labels != NO_LABEL).sum())
         if not count:
             return wide.sum() * 0  # with a graph, since all ranks must run the same backward
-        local_labels = keep(labels, spread.group.rank, spread.group.size, 1)
+        local_labels = spread.part(labels)
         mean = spread.mean_loss(F.cross_entropy(wide, local_labels.flatten(), ignore_index=NO_LABEL), local_labels)
         return mean * count * self.factor
 
