@@ -83,9 +83,12 @@ def spread(cases: list[Any], dtype: torch.dtype, tile: int) -> list[list[torch.T
             ]
             *xs, upstream = parts
             xs = [x.requires_grad_() for x in xs]
-            options = {name: x.clone().requires_grad_() if name == "sinks" else x for name, x in EXTRAS[extras].items()}
+            options: dict[str, Any] = {
+                name: x.clone().requires_grad_() if name == "sinks" else x for name, x in EXTRAS[extras].items()
+            }
             pairs = RulePairs(RULES[rules], group.size, LENGTH, order)
-            out = ring(*xs, group, TAG, pairs=pairs, **options)
+            q, k, v = xs
+            out = ring(q, k, v, group, TAG, pairs=pairs, **options)
             found.append(results(out, xs + [x for name, x in options.items() if name == "sinks"], upstream))
     return found
 

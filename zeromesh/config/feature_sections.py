@@ -197,8 +197,8 @@ class ContextParallel(Section):
 
     strategy: Literal["ring", "ulysses", "auto"] = key(
         "ring",
-        "ring: ranks pass keys and values on. ulysses: each rank computes some heads on all tokens, with any mask. "
-        "auto: ring for plain causal attention, ulysses for windows, sinks, documents, padding and encoders.",
+        "ring: ranks pass keys and values on. ulysses: each rank computes some heads on all tokens. auto: ring for "
+        "plain causal attention, and where the ranks do not divide the heads; else ulysses.",
     )
     unchecked: list[str] = key(
         [], "Names of modules that compute each token by itself, though a check of the code cannot tell; * for parts."

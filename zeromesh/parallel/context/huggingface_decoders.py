@@ -331,6 +331,11 @@ class _Parts:
         causal = [rule.name for rule in rules] == ["causal"]
         if causal and self._own is not None:
             return None
+        model = self._model()
+        modules = [] if model is None else [*model.modules()]
+        if self._own is None and self._whole.blind(rules) and not any(hasattr(module, "sinks") for module in modules):
+            reason = "in its eager attention tokens that see none, as padding before others, see all tokens alike"
+            raise refuse(name, reason, "pad at the end, or take sdpa, or the strategy ulysses")
         pairs = CausalPairs(ranks) if causal else RulePairs(rules, ranks, length, applied.order)
         return stand_in(pairs, shape, kwargs["device"])
 

@@ -67,6 +67,14 @@ class Whole:
             rules.append(Rule("padding", torch.zeros_like(hidden), hidden, 0, 0))
         return [rule for rule in rules if rule.hides()]
 
+    def blind(self, rules: list[Rule]) -> bool:
+        """Return whether some query may see no key."""
+        names = {rule.name for rule in rules}
+        if self.mask is None or "padding" not in names:
+            return False
+        hidden = ~(self.mask[:, 0] if "causal" in names else self.mask.any(-1))
+        return bool(hidden.any()) or bool(names & {"window", "chunk"})
+
     def causal(self, name: str, settings: dict[str, Any]) -> bool:
         """Return whether a mask is plainly causal, but for windows as long as the sequence; see ``rules``."""
         kinds = [kind for kind, _ in _kinds(settings, name)]
