@@ -179,8 +179,8 @@ class ContextParallel(Section):
 
     strategy: Literal["ring", "ulysses", "auto"] = key(
         "auto",
-        "ring: ranks pass keys and values on. ulysses: each rank computes some heads on all tokens, with any mask. "
-        "auto: ring for plain causal attention, ulysses for other masks, and any other code on parts of sequences.",
+        "ring: ranks pass keys and values on. ulysses: each rank computes some heads on all tokens. auto: ring for "
+        "causal attention and where ranks do not divide the heads, else ulysses; any other code on parts of sequences.",
     )
     unchecked: list[str] = key(
         [], "Names of modules that compute each token by itself, though a check of the code cannot tell; * for parts."

@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from zeromesh.comm.collectives import Group
 from zeromesh.parallel.context import spread_batch as batch
-from zeromesh.parallel.context.sequence_order import keep
-from zeromesh.parallel.context.spread_attention import Attention, attend, by_heads
+from zeromesh.parallel.context.pair_rules import CausalPairs
+from zeromesh.parallel.context.sequence_order import keep, reordered
+from zeromesh.parallel.context.spread_attention import AUTO, Attention, attend, by_heads, ring
 
 _log = logging.getLogger("zeromesh")
 
@@ -35,18 +36,22 @@ class SpreadSequences:
 
     Attributes:
         active: True if the model's sequences are spread at present.
+        sends: False within ``without_messages``.
         losses: number of calls of the model's loss function since the forward began.
         whole_outputs: shapes of what the last forward of ``consecutive`` tokens returned whole.
         others: settings together with which ``consecutive`` is refused.
         forwards: number of forwards that have ended without ``consecutive``.
         consecutive: True if a rank has consecutive tokens, and not those of ``sequence_order.py``.
+        order: tokens of the present batch in the order in which they are cut, int64 of shape (samples, sequence);
+            None: as they are.
     """
 
     def __init__(self, strategy: str, group: Group, tag: int) -> None:
         self.strategy, self.group, self.tag = strategy, group, tag
-        self.active, self._sends, self.consecutive = True, True, False
+        self.active, self.sends, self.consecutive = True, True, False
         self.whole_outputs: set[torch.Size] = set()
         self.others: Sequence[str] = ()
+        self.order: Tensor | None = None
         self._attentions = self.losses = self.forwards = 0
         # A compiler cannot follow messages between ranks, and would compile anew for each number of calls.
         self._uncompiled = torch.compiler.disable(self._attend)
@@ -54,10 +59,15 @@ class SpreadSequences:
         purposes = f"{strategy} attention", "gradients of keys and values", "the mean loss"
         group.purposes.update(zip(range(tag, tag + 3), purposes, strict=True))
 
-    @property
-    def exact(self) -> bool:
-        """True if attention that is not plainly causal can have all tokens of some heads."""
-        return self.strategy != "ring"
+    def passes_keys(self, heads: int | None) -> bool:
+        """Return whether ranks pass keys on for other masks than causal, too; ``heads`` are those of the model."""
+        return self.strategy == "ring" or (self.strategy == AUTO and heads is not None and heads % self.group.size != 0)
+
+    def part(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return this rank's part of a tensor of whole sequences, such as labels: (samples, sequence, ...)."""
+        if self.consecutive:
+            return x.chunk(self.group.size, dim)[self.group.rank]
+        return keep(x if self.order is None else reordered(x, self.order), self.group.rank, self.group.size, dim)
 
     @property
     def replaces(self) -> bool:
@@ -76,11 +86,9 @@ class SpreadSequences:
         self.consecutive = True
         _log.warning("%s; under the strategy auto its code is given tokens of all ranks where it needs them", reason)
 
-    def part(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's part of a tensor with a dim of tokens, such as labels."""
-        if self.consecutive:
-            return x.chunk(self.group.size, dim)[self.group.rank]
-        return keep(x, self.group.rank, self.group.size, dim)
+    def count_forward(self) -> None:
+        """Count a forward that has ended without ``consecutive``; none of them is counted while paused."""
+        self.forwards += self.active
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -94,32 +102,38 @@ class SpreadSequences:
     @contextmanager
     def without_messages(self) -> Iterator[None]:
         """Compute with tensors without memory in this context, as in a check of the model's code."""
-        self._sends = False
+        self.sends = False
         try:
             yield
         finally:
-            self._sends = True
+            self.sends = True
 
     def begin(self) -> None:
         """Count calls of attention and of the loss anew: a forward begins."""
         self._attentions = self.losses = 0
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        """Compute causal attention of this rank's part of the sequence."""
-        if not self._sends:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, **options: Any) -> Tensor:
+        """Compute causal attention of this rank's part of the sequence, or, by ``options``, that of ``ring``."""
+        if not self.sends:
             return F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
             )
-        out: Tensor = self._uncompiled(q, k, v, scale)
+        out: Tensor = self._uncompiled(q, k, v, scale, **options)
         return out
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None = None, **options: Any
+    ) -> Tensor:
         self._attentions += 1
+        if mask is not None:
+            options["pairs"] = pairs_of(mask)
+        if options:
+            return ring(q, k, v, self.group, self.tag, scale, **options)
         return attend(self.strategy, q, k, v, self.group, self.tag, scale)
 
     def attend_by_heads(self, run: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute attention by ``run``, which gets all tokens of this rank's heads."""
-        if not self._sends:  # of the same shape, and as apart
+        if not self.sends:  # of the same shape, and as apart
             return self.attend(q, k, v, None)
         out: Tensor = self._uncompiled_by_heads(run, q, k, v)
         return out
@@ -130,7 +144,7 @@ class SpreadSequences:
 
     def mean_loss(self, loss: Tensor, labels: Tensor) -> Tensor:
         """See ``spread_batch.mean_loss``."""
-        if not self._sends:
+        if not self.sends:
             return loss
         self.losses += 1
         return batch.mean_loss(loss, labels, self.group, self.tag + 2)
@@ -140,6 +154,21 @@ class SpreadSequences:
         # Its attention would then see this rank's tokens only, and nothing else would tell.
         if not self._attentions:
             raise refuse(name, "its forward ended without a call of the attention that is replaced")
+
+
+def stand_in(pairs: CausalPairs, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return a mask that models hand on to attention, without memory: ``pairs_of`` it are these."""
+    mask: Any = torch.ones((), dtype=torch.bool, device=device).expand(shape)
+    mask.pairs = pairs  # a tensor that is computed from it has none
+    return cast("Tensor", mask)
+
+
+def pairs_of(mask: Tensor) -> CausalPairs:
+    """Return the pairs for which a mask stands in; raise Unsupported for another mask."""
+    pairs: CausalPairs | None = getattr(mask, "pairs", None)
+    if pairs is None:
+        raise refuse("attention", f"it has a mask of its own, of shape {tuple(mask.shape)}")
+    return pairs
 
 
 def replace_forward(module: nn.Module, run: Callable[..., Any]) -> None:

@@ -26,13 +26,34 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Some queries, keys and values; if ``causal``, query i sees the keys 0 to i only, of as many."""
+    """Some queries, keys and values.
+
+    Attributes:
+        q: queries.
+        k: keys.
+        v: values.
+        causal: query i sees the keys 0 to i only, of as many.
+        scale: of the scores.
+        mask: which pairs are seen, bool of shape (batch or 1, 1, queries, keys); None: all.
+        cap: bound of the scores, which become ``cap * tanh(score / cap)``; None: there is none.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     causal: bool
     scale: float
+    mask: Tensor | None = None
+    cap: float | None = None
+
+    def bias(self) -> Tensor | None:
+        """Return what is added to the scores, in the dtype of the queries: of pairs that are not seen, -inf."""
+        if self.mask is None:
+            return None
+        # The memory-efficient operator reads rows that begin at a multiple of 16 bytes.
+        length = self.k.shape[2]
+        bias = self.q.new_full((*self.mask.shape[:3], -(-length // _WIDTH_UNIT) * _WIDTH_UNIT), -torch.inf)
+        return bias[..., :length].masked_fill_(self.mask, 0.0)
 
 
 class Kernel(Protocol):
@@ -50,13 +71,14 @@ class _Cpu:
 
     def attend(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            block.q, block.k, block.v, 0.0, block.causal, scale=block.scale
+            block.q, block.k, block.v, 0.0, block.causal, attn_mask=block.bias(), scale=block.scale
         )
         return out, lse
 
     def gradients(self, block: AttentionBlock, gradient: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        q, k, v, bias = block.q, block.k, block.v, block.bias()
         result: Gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, block.q, block.k, block.v, out, lse, 0.0, block.causal, scale=block.scale
+            gradient, q, k, v, out, lse, 0.0, block.causal, attn_mask=bias, scale=block.scale
         )
         return result
 
@@ -99,7 +121,7 @@ class _Efficient:
     def attend(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         k, v = (_repeat(x, block.q) for x in (block.k, block.v))
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            block.q, k, v, None, True, 0.0, block.causal, scale=block.scale
+            block.q, k, v, self._bias(block), True, 0.0, block.causal, scale=block.scale
         )
         return out, lse[:, :, : block.q.shape[2]]
 
@@ -112,7 +134,7 @@ class _Efficient:
             block.q,
             k,
             v,
-            None,
+            self._bias(block),
             out,
             padded,
             unused,
@@ -124,34 +146,44 @@ class _Efficient:
         )
         return dq, _sum_repeated(dk, block.k), _sum_repeated(dv, block.v)
 
+    @staticmethod
+    def _bias(block: AttentionBlock) -> Tensor | None:
+        bias = block.bias()
+        return None if bias is None else bias.expand(*block.q.shape[:2], -1, -1)
+
 
 class _Products:
     """Plain products, in at least fp32, on every device."""
 
     def attend(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-        _, _, v, scores = self._scores(block)
+        _, _, v, scores, _ = self._scores(block)
         lse = scores.logsumexp(-1)
         out = (scores - lse.unsqueeze(-1)).exp() @ v
         return out.flatten(1, 2).to(block.q.dtype), lse.flatten(1, 2)
 
     def gradients(self, block: AttentionBlock, gradient: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        q, k, v, scores = self._scores(block)
+        q, k, v, scores, slope = self._scores(block)
         dout, y = (_grouped(x, block.k).to(q.dtype) for x in (gradient, out))
         weights = (scores - lse.unflatten(1, (k.shape[1], -1)).unsqueeze(-1)).exp()
-        dscores = weights * (dout @ v.mT - (dout * y).sum(-1, keepdim=True)) * block.scale
+        dscores = weights * (dout @ v.mT - (dout * y).sum(-1, keepdim=True)) * slope
         dq, dk, dv = dscores @ k, dscores.mT @ q, weights.mT @ dout
         return dq.flatten(1, 2).to(block.q.dtype), dk.sum(2).to(block.k.dtype), dv.sum(2).to(block.v.dtype)
 
-    def _scores(self, block: AttentionBlock) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return q, k, v and scores with heads as (key heads, queries' heads for each)."""
+    def _scores(self, block: AttentionBlock) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return q, k, v and scores with heads as (key heads, queries' heads for each), and scores per product."""
         wide = torch.promote_types(block.q.dtype, torch.float32)
         q = _grouped(block.q, block.k).to(wide)
         k, v = (x.unsqueeze(2).to(wide) for x in (block.k, block.v))
-        scores = q @ k.mT * block.scale
+        scores, slope = q @ k.mT * block.scale, torch.tensor(block.scale, dtype=wide, device=q.device)
+        if block.cap is not None:
+            bounded = torch.tanh(scores / block.cap)
+            scores, slope = bounded * block.cap, (1 - bounded.square()) * block.scale
+        if block.mask is not None:
+            scores = scores.masked_fill(~block.mask.unsqueeze(2), -torch.inf)
         if block.causal:
             later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
             scores = scores.masked_fill(later, -torch.inf)
-        return q, k, v, scores
+        return q, k, v, scores, slope
 
 
 def _grouped(x: Tensor, k: Tensor) -> Tensor:
@@ -172,16 +204,18 @@ CPU, FLASH, EFFICIENT, PRODUCTS = _Cpu(), _Flash(), _Efficient(), _Products()
 
 def choose(block: AttentionBlock) -> Kernel:
     """Return the fastest kernel there is for a block of one width."""
-    q, k, v = block.q, block.k, block.v
+    q, k, v, mask = block.q, block.k, block.v, block.mask
+    if block.cap is not None:
+        return PRODUCTS
     if q.device.type == "cpu":
         return CPU
     if q.device.type == "cuda":
         from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
-        if can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, block.causal, k.shape[1] != q.shape[1])):
+        if can_use_flash_attention(SDPAParams(q, k, v, mask, 0.0, block.causal, k.shape[1] != q.shape[1])):
             return FLASH
         k, v = _repeat(k, q), _repeat(v, q)
-        if can_use_efficient_attention(SDPAParams(q, k, v, None, 0.0, block.causal, False)):
+        if can_use_efficient_attention(SDPAParams(q, k, v, mask, 0.0, block.causal, False)):
             return EFFICIENT
     return PRODUCTS
 
@@ -191,6 +225,9 @@ def attend(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     _, padded = _of_one_width(block)
     with torch.autocast(block.q.device.type, enabled=False):  # it would narrow the plain products
         out, lse = choose(padded).attend(padded)
+    if block.mask is not None:  # of queries that see no key, operators return this or that
+        blind = ~block.mask.any(-1)
+        out, lse = out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -torch.inf)
     return out[..., : block.v.shape[-1]], lse
 
 

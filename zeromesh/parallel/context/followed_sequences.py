@@ -55,8 +55,7 @@ class TokenAxis(TensorAxis):
     def take(self, tensor: Tensor, split_dim: SplitDim) -> Tensor:
         """Keep this rank's part of each section; others have the gradients of theirs."""
         lengths = [section // self.size for section in split_dim.sections for _ in range(self.size)]
-        own = tensor.split(lengths, split_dim.dim)[self.group.rank :: self.size]
-        return torch.cat(own, split_dim.dim)
+        return torch.cat(tensor.split(lengths, split_dim.dim)[self.group.rank :: self.size], split_dim.dim)
 
     def copy(self, tensor: Tensor) -> Tensor:
         """Return the same."""
@@ -88,7 +87,8 @@ def install(model: Any, applied: SpreadSequences) -> None:
     for module in model.modules():
         replace_forward(module, _Followed(axis, module).run)
     if "labels" in parameters_of(type(model)) and hasattr(model, "loss_function"):
-        model.loss_function = update_wrapper(partial(_loss, axis, model.loss_function), model.loss_function)
+        loss = model.loss_function
+        setattr(model, "loss_function", update_wrapper(partial(_loss, axis, loss), loss))  # noqa: B010
     guard_functions({type(module) for module in model.modules() if not of_library(module)})
     replace_forward(model, partial(_run, axis, type(model)))
 
@@ -120,7 +120,7 @@ class _Followed:
             return forward(*args, **kwargs)  # of another model: transformers' share some functions
         # A recomputation in the backward, which is given plain tensors where it was given parts.
         with Sealed():
-            args = tuple(self._given(*one) for one in enumerate(args))
+            args = tuple(self._given(place, x) for place, x in enumerate(args))
             return self._compute(forward, args, {name: self._given(name, x) for name, x in kwargs.items()})
 
     def _compute(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -129,8 +129,8 @@ class _Followed:
         parts = [x for x in tensors_of((args, kwargs)) if isinstance(x, SplitActivation) and x.axis is self._axis]
         if not parts:
             return forward(*args, **kwargs)
-        given: list[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]
-        self._splits = {place: x.split_dim for place, x in given if isinstance(x, SplitActivation)}
+        arguments: list[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]
+        self._splits = {place: x.split_dim for place, x in arguments if isinstance(x, SplitActivation)}
         if not self.needs_whole:
             try:
                 return forward(*args, **kwargs)
@@ -156,7 +156,7 @@ def _run(axis: TokenAxis, kind: type[nn.Module], forward: Any, /, *args: Any, **
                 raise
             applied.follow_code(error)
         else:
-            applied.forwards += applied.active
+            applied.count_forward()
             return output
     return torch.compiler.disable(_follow)(axis, kind, forward, args, kwargs)
 
@@ -196,8 +196,9 @@ def _loss(axis: TokenAxis, loss: Any, logits: Tensor, labels: Tensor, *args: Any
     if not applied.active or not isinstance(logits, SplitActivation) or logits.split_dim.dim != 1:
         return loss(logits, labels, *args, **kwargs)
     if shifts := "shift_labels" in inspect.signature(loss).parameters:
-        given = kwargs.pop("shift_labels", None)
-        labels = nn.functional.pad(labels[:, 1:], (0, 1), value=batch.IGNORE_LABEL) if given is None else given
+        shifted_labels = kwargs.pop("shift_labels", None)
+        padded = nn.functional.pad(labels[:, 1:], (0, 1), value=batch.IGNORE_LABEL)
+        labels = padded if shifted_labels is None else shifted_labels
     local = axis.take(labels, SplitDim(1, (labels.shape[1],)))
     shifted = {"shift_labels": local} if shifts else {}
     return applied.mean_loss(loss(part_of(logits), local, *args, **shifted, **kwargs), local)

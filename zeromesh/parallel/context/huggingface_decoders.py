@@ -8,14 +8,26 @@ import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial, update_wrapper
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
+from zeromesh.comm.collectives import Group
 from zeromesh.parallel.context import spread_batch as batch
-from zeromesh.parallel.context.applied import SpreadSequences, named_arguments, parameters_of, refuse, replace_forward
-from zeromesh.parallel.context.spread_attention import AUTO, require_heads
-from zeromesh.parallel.context.torch_attention import check_of, followed, require_no_mixing, require_plain
+from zeromesh.parallel.context.applied import (
+    SpreadSequences,
+    named_arguments,
+    parameters_of,
+    refuse,
+    replace_forward,
+    stand_in,
+)
+from zeromesh.parallel.context.document_order import order_of
+from zeromesh.parallel.context.pair_rules import CausalPairs, RulePairs
+from zeromesh.parallel.context.spread_attention import AUTO, require_heads, ring
+from zeromesh.parallel.context.torch_attention import check_of, followed, require_no_mixing
 from zeromesh.parallel.context.whole_masks import Whole, of_heads
 from zeromesh.parallel.follow.token_check import Following, TokenCheck
 
@@ -29,14 +41,6 @@ _FROM_LONGEST = ("dynamic", "longrope")
 # Ends of names of classes whose labels are those of the tokens themselves, and their loss the mean over those.
 _UNSHIFTED = ("ForMaskedLM", "ForTokenClassification")
 
-# Arguments of attention that it may have beside the usual ones, and what they mean.
-_EXTRAS = {
-    "sliding_window": "its attention sees a sliding window of {value} tokens",
-    "softcap": "its attention caps scores at {value}",
-    "s_aux": "its attention has sinks",
-    "position_bias": "its attention adds a bias to scores",
-}
-
 
 def install(model: Any, applied: SpreadSequences, unchecked: Sequence[str] = ()) -> None:
     """Change a model of transformers so that its sequences are spread over ranks. Raise Unsupported if it cannot.
@@ -47,7 +51,7 @@ def install(model: Any, applied: SpreadSequences, unchecked: Sequence[str] = ())
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    require(model, applied.exact)
+    require(model)
     implementation = model.config._attn_implementation
     heads = getattr(model.config, "num_attention_heads", None)
     if applied.strategy == "ulysses" and heads is not None:
@@ -56,7 +60,11 @@ def install(model: Any, applied: SpreadSequences, unchecked: Sequence[str] = ())
     # own.
     name = f"zeromesh_context_{next(_numbers)}"
     parts = _Parts(
-        model, applied, ALL_ATTENTION_FUNCTIONS.get(implementation), ALL_MASK_ATTENTION_FUNCTIONS[implementation]
+        model,
+        applied,
+        ALL_ATTENTION_FUNCTIONS.get(implementation),
+        ALL_MASK_ATTENTION_FUNCTIONS[implementation],
+        applied.passes_keys(heads),
     )
     AttentionInterface.register(name, parts.attention)
     AttentionMaskInterface.register(name, parts.mask)
@@ -73,8 +81,8 @@ def install(model: Any, applied: SpreadSequences, unchecked: Sequence[str] = ())
     replace_forward(model, parts.run)
 
 
-def require(model: Any, exact: bool) -> None:
-    """Raise Unsupported if a model's attention cannot be replaced, or is not plainly causal and not to be ``exact``."""
+def require(model: Any) -> None:
+    """Raise Unsupported if a model's attention cannot be replaced."""
     config, name = model.config, type(model).__name__
     parameters = parameters_of(type(model))
     for applies, reason in (
@@ -84,17 +92,14 @@ def require(model: Any, exact: bool) -> None:
     ):
         if applies:
             raise refuse(name, reason)
-    _require_kinds(model, exact)
-    if not exact:
-        _require_causal(model)
+    _require_kinds(model)
     if not model._supports_attention_backend:
         reason = "it computes attention itself (with ALiBi, say) and not by transformers' table of attention functions"
         raise refuse(name, reason)
-    if config._attn_implementation not in ("sdpa", "eager")[: 1 + exact]:
+    if config._attn_implementation not in ("sdpa", "eager"):
         raise refuse(
             name,
-            f"its attention is {config._attn_implementation!r}, and only 'sdpa' is replaced, "
-            "and with the strategies ulysses and auto 'eager'",
+            f"its attention is {config._attn_implementation!r}, and only 'sdpa' and 'eager' are replaced",
             "build it with attn_implementation='sdpa', where it has that, or set mesh.context to 1",
         )
     for option in ("attention_dropout", "attn_pdrop", "layerdrop"):
@@ -121,10 +126,10 @@ def _shifts(model: Any) -> bool:
     return not type(model).__name__.endswith(_UNSHIFTED)
 
 
-def _require_kinds(model: Any, exact: bool) -> None:
+def _require_kinds(model: Any) -> None:
     """Raise Unsupported if layers mix tokens otherwise than by an attention that can be replaced."""
     require_no_mixing(model)
-    replaced = ("full_attention", "sliding_attention", "chunked_attention")[: 3 if exact else 1]
+    replaced = ("full_attention", "sliding_attention", "chunked_attention")
     for number, kind in enumerate(getattr(model.config, "layer_types", None) or []):
         if kind not in replaced:
             what = f"layer {number} of {type(model).__name__}"
@@ -132,7 +137,7 @@ def _require_kinds(model: Any, exact: bool) -> None:
     for path, module in model.named_modules():
         if reason := _OVER_TOKENS.get(type(module).__name__):
             raise refuse(f"{path} ({type(module).__name__})", reason)
-        if exact and path.rpartition(".")[2] == "pooler":
+        if path.rpartition(".")[2] == "pooler":
             reason = "it reads the first token, which one rank has"
             raise refuse(path, reason, "build the model with add_pooling_layer=False, or set mesh.context to 1")
 
@@ -143,28 +148,6 @@ _OVER_TOKENS = {
     "EsmEmbeddings": "it counts the masked tokens of whole sequences",
     "MobileBertEmbeddings": "it joins each token's embedding with its neighbours'",
 }
-
-
-def _require_causal(model: Any) -> None:
-    """Raise Unsupported if a model's attention is more than causal."""
-    config = model.config
-    kinds = getattr(config, "layer_types", None)
-    if not getattr(config, "is_causal", True):
-        raise refuse(type(model).__name__, "its attention is not causal")
-    window_of_all = None if kinds else getattr(config, "sliding_window", None)
-    for path, module in model.named_modules():
-        if not hasattr(module, "is_causal"):  # it is no attention
-            continue
-        what = f"{path} ({type(module).__name__})"
-        if not module.is_causal:
-            raise refuse(what, "its attention is not causal")
-        if isinstance(window := getattr(module, "sliding_window", window_of_all), int):
-            remedy = "set sliding_window to None, if it may see all, or set mesh.context to 1"
-            raise refuse(what, f"its attention sees a sliding window of {window} tokens", remedy)
-        if getattr(module, "attn_logit_softcapping", None) is not None:
-            raise refuse(what, f"its attention caps scores at {module.attn_logit_softcapping}")
-        if getattr(module, "sinks", None) is not None:
-            raise refuse(what, "its attention has sinks")
 
 
 def _counted_positions(model: nn.Module | None, named: Mapping[str, Any]) -> Tensor | None:
@@ -190,8 +173,10 @@ _COUNTING = {
 class _Parts:
     """Replacements of a model's forward, attention and mask functions."""
 
-    def __init__(self, model: nn.Module, applied: SpreadSequences, attention: Any, mask: Any) -> None:
+    def __init__(self, model: nn.Module, applied: SpreadSequences, attention: Any, mask: Any, ring: bool) -> None:
         self._kind, self._applied, self._own, self._own_mask = type(model), applied, attention, mask
+        self._ring = ring  # ranks pass keys on, whatever the mask
+        self._proven: set[type[nn.Module]] = set()  # classes whose eager attention is what the ring computes
         self._whole = Whole((0, 0))
         self._model = weakref.ref(model)  # the tables that hold this must not keep the model
         self.check: TokenCheck | None = None
@@ -207,9 +192,12 @@ class _Parts:
             reason = "num_items_in_batch counts labels, and the ranks count theirs themselves"
             raise refuse(name, reason, "leave it out")
         counted, shifts = _counted_positions(self._model(), named), _shifts(self._model())
-        if applied.exact:
-            self._whole = _whole(self._model(), named, counted)
-        part = batch.split(named, applied.group, shift=shifts, counted=counted, masked=applied.exact)
+        self._whole = _whole(self._model(), named, counted)
+        applied.order = None
+        # Code that is checked may read tokens of one of a rank's two chunks together.
+        if self._ring and self.check is None and self._whole.documents is not None:
+            applied.order = order_of(self._whole.documents, applied.group.size)
+        part = batch.split(named, applied.group, shift=shifts, counted=counted, masked=True, order=applied.order)
         if "use_cache" in parameters_of(self._kind):
             # A cache would have this rank's tokens only.
             part["use_cache"] = False
@@ -255,15 +243,8 @@ class _Parts:
             )
             return output
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        if self._applied.exact:
-            extras |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
-            return self._exact(module, query, key, value, attention_mask, causal, extras), None
-        if attention_mask is not None or not causal or dropout > 0 or query.shape[2] != key.shape[2]:
-            require_plain(self._name(module), query, key, attention_mask, dropout, causal)
-        for extra, meaning in _EXTRAS.items():
-            if (setting := extras.get(extra)) is not None:
-                raise refuse(self._name(module), meaning.format(value=setting))
-        return self._applied.attend(query, key, value, scaling).transpose(1, 2).contiguous(), None
+        extras |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
+        return self._exact(module, query, key, value, attention_mask, causal, extras), None
 
     def _exact(
         self,
@@ -275,13 +256,15 @@ class _Parts:
         causal: bool,
         extras: dict[str, Any],
     ) -> Tensor:
-        """Compute attention with all tokens of some heads, by any mask; (batch, sequence, heads, width)."""
+        """Compute attention by any mask; (batch, sequence, heads, width)."""
         rows, length = self._whole.shape
         reason = ""
         if extras["dropout"] > 0:
             reason = f"its attention has dropout {extras['dropout']:g}, which ranks would have to draw alike"
         elif extras.get("position_bias") is not None:
-            reason = _EXTRAS["position_bias"]
+            reason = "its attention adds a bias to scores"
+        elif self._ring and self._own is not None and extras.get("softcap") is not None:
+            reason = f"sdpa does not cap its attention's scores at {extras['softcap']}: build it with eager attention"
         elif query.shape[2] != key.shape[2]:
             reason = f"it has {query.shape[2]} queries and {key.shape[2]} keys, which should be of one sequence"
         elif mask is not None and (mask.shape[0], *mask.shape[-2:]) != (rows, length, length):
@@ -289,11 +272,55 @@ class _Parts:
         if reason:
             raise refuse(self._name(module), reason)
         applied, special = self._applied, [extras.get(name) for name in ("softcap", "s_aux")]
+        if self._ring:
+            return self._passed(module, query, key, value, mask, causal, extras).transpose(1, 2).contiguous()
         # Where no mask is made, what is left of a window sees the whole sequence.
         if mask is None and causal and applied.strategy == AUTO and special == [None, None] and self._own is not None:
             return applied.attend(query, key, value, extras["scaling"]).transpose(1, 2).contiguous()
         run = of_heads(module, self._own, applied.group.rank, query.shape[1], mask, extras)
         return applied.attend_by_heads(run, query, key, value).transpose(1, 2).contiguous()
+
+    def _passed(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        extras: dict[str, Any],
+    ) -> Tensor:
+        """Compute attention with keys going around the ranks."""
+        if not self._applied.sends:
+            return self._applied.attend(query, key, value, None)
+        eager, options = self._own is None, dict[str, Any](mask=mask)
+        if eager:  # torch's attention takes neither
+            options |= {"cap": extras.get("softcap"), "sinks": extras.get("s_aux")}
+        options = {name: option for name, option in options.items() if option is not None}
+        if mask is None and (eager or not causal):  # it sees all tokens
+            options["pairs"] = RulePairs([], self._applied.group.size, self._whole.shape[1])
+        if eager and type(module) not in self._proven:
+            self._prove(module, query, key, value, options, extras)
+            self._proven.add(type(module))
+        return self._applied.attend(query, key, value, extras["scaling"], **options)
+
+    def _prove(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Any, extras: dict[str, Any]
+    ) -> None:
+        """Raise Unsupported if the attention of the model's own file computes something else than ``ring``."""
+        generator, alone = torch.Generator().manual_seed(0), cast("Group", SimpleNamespace(size=1, rank=0))
+        with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+            shapes = [(1, x.shape[1], 4, x.shape[3]) for x in (query, key, value)]
+            wide = torch.promote_types(query.dtype, torch.float32)
+            q, k, v = (torch.randn(shape, generator=generator).to(query.device, wide) for shape in shapes)
+            later = q.new_full((1, 1, 4, 4), torch.finfo(q.dtype).min).triu(1)
+            function = sys.modules[type(module).__module__].eager_attention_forward
+            want = function(module, q, k, v, later, **extras)[0].transpose(1, 2)
+            special = {name: options.get(name) for name in ("sinks", "cap")}
+            found = ring(q, k, v, alone, 0, extras["scaling"], CausalPairs(1), **special)
+        if not torch.allclose(found, want, rtol=1e-3, atol=1e-4):
+            reason = "its eager attention is not the usual product of probabilities and values"
+            raise refuse(self._name(module), reason, "take the strategy ulysses, and ranks that divide the heads")
 
     def _name(self, module: nn.Module) -> str:
         model = self._model()
@@ -304,18 +331,30 @@ class _Parts:
         """Return the mask of whole sequences, in the signature of transformers; None where attention is causal."""
         if not self._applied.replaces:
             return self._own_mask(*args, **kwargs)
-        name = self._kind.__name__
-        if self._applied.exact:
-            return self._whole.make(self._own_mask, name, kwargs)
-        if kwargs.get("local_size") is not None:
-            raise refuse(name, f"its attention sees a window or a chunk of {kwargs['local_size']} tokens")
-        if kwargs.get("allow_is_bidirectional_skip") or kwargs.get("use_vmap"):
-            raise refuse(name, "its attention has a mask of its own, where only causal attention can be spread")
-        return None
+        name, applied, (rows, length) = self._kind.__name__, self._applied, self._whole.shape
+        ranks, shape = applied.group.size, (rows, 1, length, length)
+        if not applied.sends:  # numbers of tokens are not there to be read
+            plain = self._whole.causal(name, kwargs)
+            return None if plain else stand_in(CausalPairs(ranks), shape, kwargs["device"])
+        if not self._ring:
+            return self._whole.make(self._own is None, name, kwargs)
+        rules = self._whole.rules(name, kwargs)
+        causal = [rule.name for rule in rules] == ["causal"]
+        if causal and self._own is not None:
+            return None
+        model = self._model()
+        modules = [] if model is None else [*model.modules()]
+        if self._own is None and self._whole.blind(rules) and not any(hasattr(module, "sinks") for module in modules):
+            reason = "in its eager attention tokens that see none, as padding before others, see all tokens alike"
+            raise refuse(name, reason, "pad at the end, or take sdpa, or the strategy ulysses")
+        pairs = CausalPairs(ranks) if causal else RulePairs(rules, ranks, length, applied.order)
+        return stand_in(pairs, shape, kwargs["device"])
 
 
 def _whole(model: Any, named: Mapping[str, Any], counted: Tensor | None) -> Whole:
     """Return what attention must know of a batch. Raise ValueError for a mask that is not known to be made exactly."""
+    from transformers import masking_utils
+
     first = next((named[name] for name in batch.TOKENS if named.get(name) is not None), None)
     shape = (0, 0) if first is None else tuple(first.shape[:2])
     mask, positions = named.get("attention_mask"), named.get("position_ids")
@@ -338,8 +377,10 @@ def _whole(model: Any, named: Mapping[str, Any], counted: Tensor | None) -> Whol
     counts = mask is not None and labels is not None and bool((labels.ne(batch.IGNORE_LABEL) & ~mask).any())
     ends = mask is not None and not counts and not bool((mask[:, 1:] > mask[:, :-1]).any())
     # As transformers does: given a mask, even of ones, positions do not separate documents.
-    packed = positions if named.get("attention_mask") is None and positions is not None else None
-    return Whole(shape, mask, packed, ends)
+    documents = None
+    if named.get("attention_mask") is None and positions is not None and positions.ndim == 2:
+        documents = masking_utils.find_packed_sequence_indices(positions := positions.expand(shape))
+    return Whole(shape, mask, positions, documents, ends)
 
 
 def _loss(

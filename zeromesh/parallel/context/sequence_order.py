@@ -36,6 +36,11 @@ def keep(x: Tensor, rank: int, ranks: int, dim: int) -> Tensor:
     return torch.cat([parts[chunk] for chunk in chunks_of(rank, ranks)], dim)
 
 
+def reordered(x: Tensor, order: Tensor) -> Tensor:
+    """Return (samples, sequence, ...) with the tokens that ``order``, (samples, sequence), names."""
+    return x.take_along_dim(order.view(*order.shape, *[1] * (x.ndim - 2)), 1)
+
+
 def gathered_order(ranks: int) -> list[int]:
     """Return the chunks of all ranks, rank by rank: entry p is the number in the sequence of the chunk at p."""
     return [chunk for rank in range(ranks) for chunk in chunks_of(rank, ranks)]

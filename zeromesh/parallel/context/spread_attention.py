@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +13,16 @@ from torch import Tensor
 from zeromesh.comm.collectives import Group
 from zeromesh.parallel.context import attention_block as blocks
 from zeromesh.parallel.context.attention_block import AttentionBlock
+from zeromesh.parallel.context.pair_rules import CausalPairs, Piece
 from zeromesh.parallel.context.sequence_order import gathered_order
 
 # Bytes that each rank sends, for c ranks and sizes of its parts of q, k, v and the result in their dtype:
 # ulysses: (q + k + v + result) (c-1)/c, and the same in the backward; repeated key heads count as often as they are.
-# ring: (k + v) (c-1), and in the backward the same, with (c-1) times their gradients in at least fp32.
+# ring: (k + v) (c-1), and in the backward the same, with (c-1) times their gradients in at least fp32. Of other masks
+# than causal, the number of ranks at those distances from which some rank sees keys stands for c-1.
 STRATEGIES = ("ring", "ulysses")
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-AUTO = "auto"  # ring for plain causal attention, ulysses for all other
+AUTO = "auto"  # ring for plain causal attention, and where ranks do not divide the heads; ulysses for all other
 
 
 def attend(
@@ -127,41 +129,76 @@ class _Swap(torch.autograd.Function):
         return _swap(gradient, *ctx.settings), None, None
 
 
-def ring(q: Tensor, k: Tensor, v: Tensor, group: Group, tag: int, scale: float | None = None) -> Tensor:
-    """Compute causal attention with keys and values going around the ranks (Liu et al., "Ring Attention", 2023).
+def ring(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group,
+    tag: int,
+    scale: float | None = None,
+    pairs: CausalPairs | None = None,
+    sinks: Tensor | None = None,
+    cap: float | None = None,
+) -> Tensor:
+    """Compute attention with keys and values going around the ranks (Liu et al., "Ring Attention", 2023).
 
-    Arguments and result are those of ``ulysses``; the tag after ``tag`` is used, too. It can be differentiated once.
+    Arguments and result are those of ``ulysses``; the tag after ``tag`` is used, too. ``pairs`` are those that see each
+    other (None: causal attention), ``sinks`` has a score for each head that takes its share of the weights, and ``cap``
+    is that of ``AttentionBlock``. It can be differentiated once. Of a query that sees no key, the result is zero.
     """
     q, k, v = _in_one_dtype(q, k, v)
-    if group.size == 1:
+    if group.size == 1 and (pairs, sinks, cap) == (None, None, None):
         return ulysses(q, k, v, group, tag, scale)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = _Ring.apply(q, k, v, group, tag, scale)  # type: ignore[no-untyped-call]
+    pairs = CausalPairs(group.size) if pairs is None else pairs
+    out: Tensor = _Ring.apply(q, k, v, sinks, group, tag, scale, pairs, cap)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Group, tag: int, scale: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        group: Group,
+        tag: int,
+        scale: float,
+        pairs: CausalPairs,
+        cap: float | None,
+    ) -> Tensor:
         # Results of many blocks are added up: in 16 bits their errors would, too.
         wide = torch.promote_types(q.dtype, torch.float32)
         packed = torch.cat([k.reshape(-1), v.reshape(-1)])
-        out, lse = q.new_empty(0), q.new_empty(0)
-        for source, present in _around(packed, group, tag):
-            rows, columns, causal = needed(group.rank, source, q.shape[2])
-            keys, values = (x[:, :, columns] for x in _unpack(present, k.shape, v.shape))
-            part, its = blocks.attend(AttentionBlock(q[:, :, rows], keys, values, causal, scale))
-            if source == group.rank:  # the first, and the only one that all queries need
-                out, lse = part.to(wide), its
-            else:
+        ctx.settings = (k.shape, v.shape, group, tag, scale, pairs, cap)
+        out: Tensor | None = None
+        lse = q.new_empty(0)
+        for source, present, _ in _around(packed, group, tag, pairs.steps):
+            for piece in pairs.pieces(group.rank, source, q.shape[2]):
+                part, its = blocks.attend(_block(q, present, piece, source, ctx.settings))
+                if out is None and piece.rows == piece.samples == slice(None):  # what it would be added to is zero
+                    out, lse = part.to(wide), its
+                    continue
+                if out is None:
+                    out, lse = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=wide), its.new_tensor(-torch.inf)
+                    lse = lse.repeat(q.shape[:3])
                 # The results of different keys are weighted by their log-sum-exp: a sigmoid of the difference, as
-                # exponentials of either would overflow.
-                mine, before = out[:, :, rows], lse[:, :, rows]
-                mine.lerp_(part.to(wide), torch.sigmoid(its - before).unsqueeze(-1))
+                # exponentials of either would overflow. That of no keys at all is -inf.
+                mine, before = out[piece.samples, :, piece.rows], lse[piece.samples, :, piece.rows]
+                share = torch.where(its == -torch.inf, 0.0, torch.sigmoid(its - before))
+                mine.lerp_(part.to(wide), share.unsqueeze(-1))
                 before.copy_(torch.logaddexp(before, its))
+        if out is None:
+            out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=wide)
+            lse = out.new_full(q.shape[:3], -torch.inf)
+        if sinks is not None:
+            scores = sinks.to(lse).view(-1, 1)
+            out, lse = out * torch.sigmoid(lse - scores).unsqueeze(-1), torch.logaddexp(lse, scores)
         result = out.to(q.dtype)
-        ctx.save_for_backward(q, packed, result, lse)
-        ctx.settings = (k.shape, v.shape, group, tag, scale)
+        # Weights are exp(score - lse): none of a query that sees no key.
+        ctx.save_for_backward(q, packed, sinks, result, lse.masked_fill(lse == -torch.inf, torch.inf))
         return result
 
     @staticmethod
@@ -171,57 +208,63 @@ class _Ring(torch.autograd.Function):
                 "ring attention can be differentiated once only, but a graph of its gradients is to be made "
                 "(create_graph=True): use the strategy ulysses, which can be differentiated more often"
             )
-        q, packed, out, lse = ctx.saved_tensors
-        key_shape, value_shape, group, tag, scale = ctx.settings
+        q, packed, sinks, out, lse = ctx.saved_tensors
+        key_shape, value_shape, group, tag, _, pairs, _ = ctx.settings
         wide = torch.promote_types(q.dtype, torch.float32)
         dq = torch.zeros_like(q, dtype=wide)
         own_gradients, travelling = (torch.zeros_like(packed, dtype=wide) for _ in range(2))
-        ahead, behind = (group.rank + 1) % group.size, (group.rank - 1) % group.size
         # The gradients of keys and values travel with them, one step behind: what the ranks before this one found for
         # the present keys arrives while this one's share is computed.
         arriving, landing = None, travelling
-        for source, present in _around(packed, group, tag):
-            rows, columns, causal = needed(group.rank, source, q.shape[2])
-            keys, values = (x[:, :, columns] for x in _unpack(present, key_shape, value_shape))
-            block = AttentionBlock(q[:, :, rows], keys, values, causal, scale)
-            gradients = blocks.gradients(block, gradient[:, :, rows], out[:, :, rows], lse[:, :, rows])
-            dq[:, :, rows] += gradients[0]
+        for source, present, hop in _around(packed, group, tag, pairs.steps):
+            total = own_gradients if source == group.rank else landing
+            for piece in pairs.pieces(group.rank, source, q.shape[2]):
+                block = _block(q, present, piece, source, ctx.settings)
+                mine = piece.samples, slice(None), piece.rows
+                of_queries, *rest = blocks.gradients(block, gradient[mine], out[mine], lse[mine])
+                dq[mine] += of_queries
+                if arriving is not None:
+                    arriving.wait()
+                for x, more in zip(_unpack(total, key_shape, value_shape), rest, strict=True):
+                    x[piece.samples, :, piece.columns] += more
             if arriving is not None:
                 arriving.wait()
-            total = own_gradients if source == group.rank else landing
-            for x, more in zip(_unpack(total, key_shape, value_shape), gradients[1:], strict=True):
-                x[:, :, columns] += more
             if source != group.rank:
                 landing = torch.empty_like(total)
+                ahead, behind = (group.rank + hop) % group.size, (group.rank - hop) % group.size
                 arriving = group.send_and_receive({ahead: total}, {behind: landing}, tag + 1, "ring gradients")
-        assert arriving is not None
-        arriving.wait()
-        own_gradients += landing  # what all others found for this rank's keys
+        if arriving is not None:
+            arriving.wait()
+            own_gradients += landing  # what all others found for this rank's keys
         dk, dv = _unpack(own_gradients.to(q.dtype), key_shape, value_shape)
-        return dq.to(q.dtype), dk, dv, None, None, None
+        of_sinks = None
+        if sinks is not None:
+            weights = torch.exp(sinks.to(lse).view(-1, 1) - lse)
+            of_sinks = -(weights * (gradient.to(wide) * out).sum(-1)).sum((0, 2)).view(sinks.shape).to(sinks.dtype)
+        return dq.to(q.dtype), dk, dv, of_sinks, None, None, None, None, None
 
 
-def needed(rank: int, source: int, length: int) -> tuple[slice, slice, bool]:
-    """Return the ranges of a rank's queries and of rank ``source``'s keys that see each other, and their mask."""
-    half = length // 2  # of an early and a late chunk; in each case below it is half of all pairs
-    if source == rank:
-        return slice(None), slice(None), True
-    if source < rank:  # its early chunk comes before both of this rank's, its late one after both
-        return slice(None), slice(half), False
-    return slice(half, None), slice(None), False
+def _block(q: Tensor, present: Tensor, piece: Piece, source: int, settings: tuple[Any, ...]) -> AttentionBlock:
+    key_shape, value_shape, group, _, scale, pairs, cap = settings
+    keys, values = (x[piece.samples, :, piece.columns] for x in _unpack(present, key_shape, value_shape))
+    mask = pairs.mask(piece, group.rank, source)
+    return AttentionBlock(q[piece.samples, :, piece.rows], keys, values, piece.causal, scale, mask, cap)
 
 
-def _around(packed: Tensor, group: Group, tag: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield each rank and its buffer, this rank's first; the next one travels while one is used."""
-    ahead, behind = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    present = packed
-    for step in range(group.size - 1):
+def _around(packed: Tensor, group: Group, tag: int, steps: Sequence[int]) -> Iterator[tuple[int, Tensor, int]]:
+    """Yield each rank at one of these distances behind this one, its buffer, and how far that travels next.
+
+    This rank's own comes first. The next one travels while one is used.
+    """
+    rank, size, present, at = group.rank, group.size, packed, 0
+    for distance in steps:
+        hop = distance - at
         coming = torch.empty_like(packed)
-        travel = group.send_and_receive({ahead: present}, {behind: coming}, tag, "ring")
-        yield (group.rank - step) % group.size, present
+        travel = group.send_and_receive({(rank + hop) % size: present}, {(rank - hop) % size: coming}, tag, "ring")
+        yield (rank - at) % size, present, hop
         travel.wait()
-        present = coming
-    yield (group.rank + 1) % group.size, present
+        present, at = coming, distance
+    yield (rank - at) % size, present, size - at
 
 
 def _unpack(buffer: Tensor, key_shape: torch.Size, value_shape: torch.Size) -> tuple[Tensor, Tensor]:

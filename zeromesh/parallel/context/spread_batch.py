@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zeromesh.comm.collectives import Group
-from zeromesh.parallel.context.sequence_order import keep
+from zeromesh.parallel.context.sequence_order import keep, reordered
 
 IGNORE_LABEL = -100  # counts neither in the loss nor in its mean; the default of torch and transformers
 
@@ -31,11 +31,13 @@ def split(
     shift: bool = True,
     counted: Tensor | None = None,
     masked: bool = False,
+    order: Tensor | None = None,
 ) -> dict[str, Any]:
     """Return this rank's part of a batch that all ranks of the context axis have, with positions.
 
     If ``shift``, a token's label is the token itself, as transformers' models take it; else it is the next. Where the
-    batch has no positions, they are those ``counted`` by the model, or else from 0 on. Raise ValueError for a sequence
+    batch has no positions, they are those ``counted`` by the model, or else from 0 on. Tokens are cut in the ``order``
+    that is given, (samples, sequence). Raise ValueError for a sequence
     that cannot be cut, or for something in the batch that is not known to be cut; and, unless attention is
     ``masked`` by those of whole sequences, for a mask or positions that causal attention does not have.
     """
@@ -82,7 +84,10 @@ def split(
             )
         if name in names and value.shape[1] != length:
             raise ValueError(f"{name} has shape {tuple(value.shape)}, but its sequences should have {length} tokens")
-    return {name: keep(value, group.rank, group.size, 1) if name in names else value for name, value in parts.items()}
+    for name in names & parts.keys():
+        value = parts[name] if order is None else reordered(parts[name], order)
+        parts[name] = keep(value, group.rank, group.size, 1)
+    return parts
 
 
 def _require_causal_mask(mask: Tensor, labels: Tensor | None, shape: tuple[int, int]) -> None:

@@ -47,19 +47,19 @@ def apply(
     # To import transformers takes seconds, and a model of it cannot be there without.
     utils = sys.modules.get("transformers.modeling_utils")
     models = [module for module in model.modules() if utils is not None and isinstance(module, utils.PreTrainedModel)]
-    whole: Any = models[0] if models else model
+    target: Any = models[0] if models else model
     try:
         if models:
-            config = whole.config
+            config = target.config
             if strategy == AUTO and config.get_text_config(decoder=True) is not config:
-                raise refuse(type(whole).__name__, "its sequences may have images or sounds, with masks of their own")
-            huggingface.install(whole, applied, unchecked)
+                raise refuse(type(target).__name__, "its sequences may have images or sounds, with masks of their own")
+            huggingface.install(target, applied, unchecked)
         else:
-            plain.install(whole, applied, unchecked)
+            plain.install(target, applied, unchecked)
     except Unsupported as error:
         if strategy != AUTO:
             raise
         applied.follow_code(error)
     if strategy == AUTO:
-        followed.install(whole, applied)
+        followed.install(target, applied)
     return applied

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.parallel.context.applied import refuse
-
-# Functions of transformers' masks that read nothing but the numbers of tokens.
-_OF_INDICES = (
-    "causal_mask_function",
-    "bidirectional_mask_function",
-    "sliding_window_overlay",
-    "sliding_window_bidirectional_overlay",
-)
+from zeromesh.parallel.context.pair_rules import Rule
 
 
 @dataclass(frozen=True)
@@ -29,72 +22,104 @@ class Whole:
     Attributes:
         shape: (batch, sequence).
         mask: which tokens are seen, bool of this shape; None: all.
-        positions: positions that the caller gave, int64 of this shape; where they start anew, a document begins.
+        positions: positions that the caller gave, int64 of this shape.
+        documents: number of each token's document, where there are several, int64 of this shape.
         ends: True if the mask hides tokens at the end only, which no token that counts sees under causal attention.
     """
 
     shape: tuple[int, int]
     mask: Tensor | None = None
     positions: Tensor | None = None
+    documents: Tensor | None = None
     ends: bool = False
 
-    def make(self, interface: Any, name: str, settings: dict[str, Any]) -> Any:
-        """Make the mask that the model's mask function ``interface`` gives in one process.
+    def make(self, eager: bool, name: str, settings: dict[str, Any]) -> Tensor | None:
+        """Make the mask that the model's mask function gives in one process, for sdpa, or for ``eager`` attention.
 
         ``settings`` are the arguments that it is called with for a part of the sequences. Raise Unsupported if they
         have a mask that reads more than numbers of tokens.
         """
-        from transformers import masking_utils
+        rules, device = self.rules(name, settings), settings["device"]
+        names = [rule.name for rule in rules]
+        skips = names == ["causal"] or (not names and settings.get("allow_is_bidirectional_skip"))
+        if skips and not eager:  # without a mask kernels are faster
+            return None
+        mask = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
+        for rule in rules:
+            mask = mask & rule.sees(rule.of_queries, rule.of_keys)
+        if eager:
+            zero = torch.zeros((), dtype=settings["dtype"], device=device)
+            mask = torch.where(mask, zero, torch.finfo(zero.dtype).min)
+        return mask.unsqueeze(1).expand(self.shape[0], 1, self.shape[1], self.shape[1])
 
-        if settings.get("use_vmap"):
-            raise refuse(name, "its attention has a mask of its own")
-        function = self._rebuilt(settings["mask_function"], name)
-        causal = _has(function, "causal_mask_function")
-        skips = {"allow_is_causal_skip": causal}
-        # As in one process: documents are found where no mask is given, and by masks of causal attention only.
-        if causal and self.mask is None and self.positions is not None:
-            documents = masking_utils.find_packed_sequence_indices(self.positions)
-            if documents is not None:
-                function = masking_utils.packed_sequence_compatibility_function(function, self.positions, documents)
-                skips["allow_is_causal_skip"] = False
-        rows, length = self.shape
-        numbers = {"batch_size": rows, "q_length": length, "kv_length": length, "q_offset": 0, "kv_offset": 0}
-        mask = None if causal and self.ends else self.mask  # of no mask at all, kernels are faster
-        changed = {**numbers, **skips, "mask_function": function, "attention_mask": mask}
-        return interface(**{**settings, **changed})
+    def rules(self, name: str, settings: dict[str, Any]) -> list[Rule]:
+        """Return the rules of a mask; ``settings`` and errors are those of ``make``."""
+        kinds, device = _kinds(settings, name), settings["device"]
+        causal = "causal_mask_function" in dict(kinds)
+        documents = self.documents if causal else None  # masks of causal attention alone hide documents
+        numbers = torch.arange(self.shape[1], device=device).expand(1, -1)
+        at = numbers if documents is None or self.positions is None else self.positions
+        hidden = torch.zeros_like(numbers) if self.mask is None else (~self.mask).long()
+        rules = [rule for kind, parts in kinds for rule in _RULES[kind](at, parts, hidden)]
+        if documents is not None:
+            rules.append(Rule("document", documents, documents, 0, 0))
+        if self.mask is not None and not (causal and self.ends):
+            rules.append(Rule("padding", torch.zeros_like(hidden), hidden, 0, 0))
+        return [rule for rule in rules if rule.hides()]
 
-    def _rebuilt(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Return a function of a mask for whole sequences, without what transformers found in a part's positions."""
-        from transformers import masking_utils
+    def blind(self, rules: list[Rule]) -> bool:
+        """Return whether some query may see no key."""
+        names = {rule.name for rule in rules}
+        if self.mask is None or "padding" not in names:
+            return False
+        hidden = ~(self.mask[:, 0] if "causal" in names else self.mask.any(-1))
+        return bool(hidden.any()) or bool(names & {"window", "chunk"})
 
-        kind, parts = _kind(function), inspect.getclosurevars(function).nonlocals
-        if kind in _OF_INDICES:
-            return function
-        if kind in ("and_masks", "or_masks"):
-            inner = parts["mask_functions"]
-            if _kind(inner[0]) == "packed_sequence_mask_function":  # a part's two chunks look like two documents
-                return self._rebuilt(inspect.getclosurevars(inner[1]).nonlocals["mask_function"], name)
-            combined: Callable[..., Any] = getattr(masking_utils, kind)(*(self._rebuilt(part, name) for part in inner))
-            return combined
-        if kind == "chunked_overlay":
-            padding = torch.zeros_like(parts["left_padding"])
-            if self.mask is not None:
-                padding = (self.mask.cumsum(-1) == 0).sum(-1)
-            chunked: Callable[..., Any] = masking_utils.chunked_overlay(parts["chunk_size"], padding)
-            return chunked
-        raise refuse(name, f"its attention has a mask of its own, by {kind}")
+    def causal(self, name: str, settings: dict[str, Any]) -> bool:
+        """Return whether a mask is plainly causal, but for windows as long as the sequence; see ``rules``."""
+        kinds = [kind for kind, _ in _kinds(settings, name)]
+        return kinds == ["causal_mask_function"] and self.documents is None and (self.mask is None or self.ends)
 
 
-def _kind(function: Callable[..., Any]) -> str:
+def _chunks(at: Tensor, parts: Any, hidden: Tensor) -> list[Rule]:
+    before = hidden.cumprod(-1).sum(-1, keepdim=True)  # padding before the first token
+    numbers = (at - before) // parts["chunk_size"]
+    return [Rule("chunk", numbers, numbers, 0, 0)]
+
+
+# Rules of transformers' functions of masks that read nothing but the numbers of tokens: from these, what the function
+# was made of, and a number for each token that is 1 if it is hidden.
+_RULES: dict[str, Callable[[Tensor, Any, Tensor], list[Rule]]] = {
+    "causal_mask_function": lambda at, parts, hidden: [Rule("causal", at, at, 0)],
+    "bidirectional_mask_function": lambda at, parts, hidden: [],
+    "sliding_window_overlay": lambda at, parts, hidden: [Rule("window", at, at, high=parts["sliding_window"] - 1)],
+    "sliding_window_bidirectional_overlay": lambda at, parts, hidden: [
+        Rule("window", at, at, -parts["sliding_window"], parts["sliding_window"])
+    ],
+    "chunked_overlay": _chunks,
+}
+
+
+def _kinds(settings: dict[str, Any], name: str) -> list[tuple[str, Any]]:
+    if settings.get("use_vmap"):
+        raise refuse(name, "its attention has a mask of its own")
+    return [*_combined(settings["mask_function"], name)]
+
+
+def _combined(function: Callable[..., Any], name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the functions that a mask's function combines, by name, and what each was made of."""
     # They are made inside of functions of these names, "and_masks.<locals>.and_mask", say.
-    name: str = function.__qualname__.partition(".")[0]
-    return name
-
-
-def _has(function: Callable[..., Any], kind: str) -> bool:
-    if _kind(function) == kind:
-        return True
-    return any(_has(part, kind) for part in inspect.getclosurevars(function).nonlocals.get("mask_functions", ()))
+    kind, parts = function.__qualname__.partition(".")[0], inspect.getclosurevars(function).nonlocals
+    if kind in ("and_masks", "or_masks"):
+        inner = parts["mask_functions"]
+        if inner[0].__qualname__.startswith("packed_sequence_mask_function"):  # a part's two chunks look like documents
+            inner = [inspect.getclosurevars(inner[1]).nonlocals["mask_function"]]
+        for part in inner:
+            yield from _combined(part, name)
+    elif kind in _RULES:
+        yield kind, parts
+    if kind not in _RULES and kind != "and_masks":
+        raise refuse(name, f"its attention has a mask of its own, by {kind}")
 
 
 def of_heads(

@@ -6,18 +6,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import wraps
 from threading import get_ident
 from types import FrameType
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from zeromesh.base.containers import map_tensors, tensors_of
+from zeromesh.base.containers import map_tensors, plain_numbers, tensors_of
 from zeromesh.base.dry.model_copy import OURS, TORCH
 from zeromesh.base.in_place import version, writes
 from zeromesh.comm.collectives import Group
@@ -26,8 +24,7 @@ from zeromesh.parallel.tensor.random_streams import RandomStreams
 
 # A layer that is split by columns gives a part of its output. Code of a class that nobody knows may do anything with
 # it. So the part knows the dim that is split: functions for which there is a rule (``split_rules.py``) compute on the
-# part, and all others are given the whole, which is gathered for them. Whatever the code does, the result is that of
-# one process; the rules decide only how much is sent.
+# part, and all others get the whole, gathered for them. Whatever the code does, the result is that of one process.
 
 
 @dataclass(frozen=True)
@@ -246,16 +243,6 @@ class SplitActivation(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             shape, split_dim = whole_shape(self), self.split_dim
             return f"SplitActivation(shape={tuple(shape)}, dtype={self.dtype}, dim {split_dim.dim} is split)"
-
-
-def plain_numbers(value: Any) -> Any:
-    """Return nested arguments with NumPy's whole numbers, and those with names, as Python's: rules know no others."""
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return kind(map(plain_numbers, value))
-    if kind is slice:
-        return slice(*map(plain_numbers, (value.start, value.stop, value.step)))
-    return int(value) if isinstance(value, numpy.integer | IntEnum) else value
 
 
 def part_of(x: Tensor) -> Tensor:

@@ -1,0 +1,186 @@
+"""Rules of which pairs of a query and a key attention sees, and what of them two ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from zeromesh.parallel.context.sequence_order import keep
+
+ALL = slice(None)
+FAR = 2**31 - 1  # a bound that no difference reaches
+
+# Tokens of a tile, the unit in which pairs are left out: small ones leave out more, and take more calls of kernels.
+LEAST_TILE, MOST_TILE, TILES = 128, 2048, 16
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A query sees a key only if ``low <= of_queries[query] - of_keys[key] <= high``.
+
+    Attributes:
+        name: of the rule.
+        of_queries: a number of each token as a query, integers of shape (samples or 1, sequence).
+        of_keys: the same as a key.
+        low: least difference.
+        high: largest difference.
+    """
+
+    name: str
+    of_queries: Tensor
+    of_keys: Tensor
+    low: int = -FAR
+    high: int = FAR
+
+    def sees(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return which keys queries see, bool of shape (samples, queries, keys), from these numbers of theirs."""
+        queries, keys = queries.unsqueeze(2), keys.unsqueeze(1)
+        found = queries >= keys + self.low if self.low > -FAR else queries <= keys + self.high
+        return found & (queries <= keys + self.high) if self.low > -FAR and self.high < FAR else found
+
+    def is_order(self) -> bool:
+        """Return whether it lets a query see the keys that are not after it."""
+        return self.name == "causal" and self.of_queries is self.of_keys
+
+    def hides(self) -> bool:
+        """Return whether some pair is not seen."""
+        (q_low, q_high), (k_low, k_high) = (x.aminmax(dim=-1) for x in (self.of_queries, self.of_keys))
+        return bool(((q_low - k_high < self.low) | (q_high - k_low > self.high)).any())
+
+
+@dataclass
+class Piece:
+    """Queries of a rank and keys of another, as ranges of their parts' tokens and of samples.
+
+    ``rules`` are the numbers of those that hide some of the pairs; if ``causal``, query i sees the keys 0 to i.
+    """
+
+    rows: slice
+    columns: slice
+    samples: slice
+    causal: bool = False
+    rules: set[int] = field(default_factory=set)
+
+
+class CausalPairs:
+    """All pairs whose key is not after the query, in the order of ``sequence_order.py``.
+
+    Attributes:
+        steps: distances to those ranks before whose keys some rank sees, in order.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.steps = tuple(range(1, ranks))
+
+    def pieces(self, rank: int, source: int, length: int) -> list[Piece]:
+        """Return what a rank's ``length`` queries see of rank ``source``'s keys; pieces have no pair in common."""
+        half = length // 2  # of an early and a late chunk; in each case below it is half of all pairs
+        if source == rank:
+            return [Piece(ALL, ALL, ALL, causal=True)]
+        if source < rank:  # its early chunk comes before both of this rank's, its late one after both
+            return [Piece(ALL, slice(half), ALL)]
+        return [Piece(slice(half, None), ALL, ALL)]
+
+    def mask(self, piece: Piece, rank: int, source: int) -> Tensor | None:
+        """Return which pairs of a piece are seen, bool of shape (samples or 1, 1, queries, keys); None: all."""
+        return None
+
+
+class RulePairs(CausalPairs):
+    """All pairs that each of some rules lets see, of sequences of ``length`` tokens.
+
+    Whether tiles of tokens see each other follows from the least and the largest number in each, so nothing is
+    computed, and no mask is made, of tiles that see nothing of each other.
+    """
+
+    def __init__(self, rules: Sequence[Rule], ranks: int, length: int, order: Tensor | None = None) -> None:
+        """``order`` has the tokens as ``sequence_order.keep`` cuts them, int64 of shape (samples, sequence)."""
+        super().__init__(ranks)
+        self._rules, half = rules, length // ranks // 2
+        self._found: dict[tuple[int, int], list[Piece]] = {}  # pieces, by rank and source
+        tile = min(max(LEAST_TILE, -(-2 * half // TILES)), MOST_TILE)
+        # Of either half, as tokens far from each other leave nothing out.
+        self._ranges = [
+            slice(start, min(start + tile, end)) for end in (half, 2 * half) for start in range(end - half, end, tile)
+        ]
+        # (samples or 1, ranks, tokens of a part)
+        self._numbers = [[_by_rank(x, ranks, order) for x in (rule.of_queries, rule.of_keys)] for rule in rules]
+        tiles = ranks * len(self._ranges)
+        seen, self._cut = torch.ones(1, tiles, tiles, dtype=torch.bool), []  # and of each rule, what it may cut
+        for rule, numbers in zip(rules, self._numbers, strict=True):
+            (q_low, q_high), (k_low, k_high) = (self._limits(x) for x in numbers)
+            least, most = q_low[:, :, None] - k_high[:, None], q_high[:, :, None] - k_low[:, None]
+            seen = seen & (most >= rule.low) & (least <= rule.high)
+            self._cut.append((least < rule.low) | (most > rule.high))
+        self._seen = seen
+        touched = seen.any(0).view(ranks, tiles // ranks, ranks, -1).any(3).any(1).tolist()
+        self.steps = tuple(step for step in self.steps if any(touched[rank][rank - step] for rank in range(ranks)))
+
+    def _limits(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the least and the largest number in each tile, (samples or 1, tiles of all ranks)."""
+        tiles = [numbers[:, :, tokens].cpu() for tokens in self._ranges]
+        low, high = (torch.stack([getattr(x, name)(-1) for x in tiles], -1).flatten(1) for name in ("amin", "amax"))
+        return low, high
+
+    def pieces(self, rank: int, source: int, length: int) -> list[Piece]:
+        """See ``CausalPairs.pieces``."""
+        if (rank, source) not in self._found:
+            self._found[rank, source] = [*self._find(rank, source)]
+        return self._found[rank, source]
+
+    def _find(self, rank: int, source: int) -> Iterator[Piece]:
+        count = len(self._ranges)
+        own, others = (slice(place * count, (place + 1) * count) for place in (rank, source))
+        seen = self._seen[:, own, others].tolist()
+        cut = [x[:, own, others].expand(len(seen), -1, -1).tolist() for x in self._cut]
+        for sample, table in enumerate(seen):
+            samples = ALL if len(seen) == 1 else slice(sample, sample + 1)
+            above: dict[tuple[int, int], Piece] = {}  # pieces without a mask of the tile of queries before this one
+            for i, rows in enumerate(self._ranges):
+                runs: list[Piece] = []
+                for j in (j for j in range(count) if table[i][j]):
+                    columns = self._ranges[j]
+                    rules = {number for number, x in enumerate(cut) if x[sample][i][j]}
+                    last = runs[-1] if runs else Piece(ALL, ALL, ALL, causal=True)
+                    # In a part the tokens are in the order of the sequence.
+                    cutting = [self._rules[number] for number in rules]
+                    if rank == source and i == j and len(cutting) == 1 and cutting[0].is_order():
+                        runs.append(Piece(rows, columns, samples, causal=True))
+                    elif not last.causal and last.columns.stop == columns.start and bool(last.rules) == bool(rules):
+                        last.columns, last.rules = slice(last.columns.start, columns.stop), last.rules | rules
+                    else:
+                        runs.append(Piece(rows, columns, samples, rules=rules))
+                below = {}
+                for piece in runs:
+                    key = piece.columns.start, piece.columns.stop
+                    whole = not piece.causal and not piece.rules
+                    if whole and key in above:
+                        above[key].rows = slice(above[key].rows.start, rows.stop)
+                        piece = above[key]
+                    else:
+                        yield piece
+                    if whole:
+                        below[key] = piece
+                above = below
+
+    def mask(self, piece: Piece, rank: int, source: int) -> Tensor | None:
+        """See ``CausalPairs.mask``."""
+        mask = None
+        for number in sorted(piece.rules):
+            queries, keys = self._numbers[number]
+            own, others = (x if len(x) == 1 else x[piece.samples] for x in (queries[:, rank], keys[:, source]))
+            more = self._rules[number].sees(own[:, piece.rows], others[:, piece.columns])
+            mask = more if mask is None else mask & more
+        return None if mask is None else mask.unsqueeze(1)
+
+
+def _by_rank(numbers: Tensor, ranks: int, order: Tensor | None) -> Tensor:
+    """Return numbers of tokens by rank, of shape (samples, or 1 if all are alike; ranks; tokens of a part)."""
+    if order is not None:
+        numbers = numbers.take_along_dim(order, 1)
+    if bool((numbers == numbers[:1]).all()):
+        numbers = numbers[:1]
+    return torch.stack([keep(numbers, rank, ranks, 1) for rank in range(ranks)], 1)
