@@ -208,7 +208,9 @@ def GatheredParameters(
 
 def _fingerprint(parameter: nn.Parameter) -> tuple[int, int]:
     """Return a fingerprint of the values, because torch does not count changes through ``parameter.data``."""
-    return parameter._version, int(parameter.detach().reshape(-1).view(torch.uint8).sum(dtype=torch.int64))
+    # In parts, as torch first makes all of them int64.
+    parts = parameter.detach().reshape(-1).view(torch.uint8).split(1 << 20)
+    return parameter._version, sum(int(part.sum(dtype=torch.int64)) for part in parts)
 
 
 def _whole(parameter: nn.Parameter, pick: Pick) -> torch.Tensor | None:

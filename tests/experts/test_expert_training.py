@@ -88,6 +88,25 @@ def test_a_mixture_is_tuned_and_merged_by_commands(kind, mesh, mixture, tmp_path
     )
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [*CASES, "with experts in 4 bits"])
+def test_experts_that_rest_are_tuned_by_commands(kind, mixture, tmp_path) -> None:
+    experts = {"rest": "nvme", "nvme_path": str(tmp_path / "files"), "slots": 2}
+    losses = []
+    for name, more in (("memory", {}), ("files", {"experts": experts})):
+        (tmp_path / name).mkdir()
+        section = CASES.get(kind) or {"lora": LORA, "huggingface": {"quantization": {**NF4, "experts": True}}}
+        written = settings(mixture, tmp_path / name / "run", **section)
+        written["experts"] = written.get("experts", {}) | more.get("experts", {})
+        run_ranks(train.train, 1, write_config(tmp_path / name, written), [], resume=False, timeout=LIMIT)
+        result = call("export", tmp_path / name / "run", tmp_path / name / "merged", "--merge")
+        assert result.exit_code == 0, result.output
+        losses.append(logged_losses(tmp_path / name / "run"))
+    assert losses[0] == losses[1]
+    files, memory = (loaded(tmp_path / name / "merged", torch.float32).state_dict() for name in ("files", "memory"))
+    assert all(torch.equal(value, memory[name]) for name, value in files.items())
+
+
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 @on_ranks(1)
 def test_experts_are_quantized_as_they_are_read(tmp_path: Path) -> None:

@@ -206,6 +206,7 @@ def go_on(case: Case, folder: str) -> Any:
     engine = start_engine(model, sections_of(case, folder))
     engine.load_checkpoint(folder)
     loss = train_step(engine, engine(input_ids=tokens(1), labels=tokens(1)).loss)
+    assert engine.optimizer.state_dict()["state"]
     found = engine.gathered_state_dict()
     engine.destroy()
     return loss, found

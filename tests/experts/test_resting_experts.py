@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from compare import assert_close, assert_same
 from harness import run_ranks
 from mixtures import build_mixture, mixture_loss, token_rows
+from pairwise import pairwise
 from run import adamw, configuration, optimizer_of, start_engine
 from zeromesh import zero
 from zeromesh.engine.reports import planned_states
 from zeromesh.shard import sizes
+from zeromesh.shard.tables.row_memory import RowMemory
 
 STEPS, EXPERTS, LENGTH = 6, 16, 3
 RATES = [1e-2 / (1 + step) for step in range(STEPS)]  # a row that is left alone has to know the rates of its time
@@ -42,6 +45,7 @@ class Case:
     slots: int = 3
     dtype: torch.dtype = torch.float64
     recomputes: bool = False
+    narrow: bool = False  # states in bf16
 
 
 def batches(case: Case, step: int) -> list[torch.Tensor]:
@@ -54,6 +58,8 @@ def engine_of(case: Case, folder: str) -> Any:
     sections: dict[str, Any] = {"gradient_clipping": case.clip, "gradient_accumulation_steps": case.accumulation}
     if case.recomputes:
         sections["activation_checkpointing"] = {"enabled": True, "targets": ["blocks.*"]}
+    if case.narrow:
+        sections["optimizer_state_dtype"] = dict.fromkeys(("exp_avg", "exp_avg_sq"), "bf16")
     if case.rest != "none":
         sections["experts"] = {"rest": case.rest, "nvme_path": f"{folder}/files", "slots": case.slots}
     config = configuration(
@@ -122,10 +128,45 @@ def test_resting_experts_train_as_in_one_process(case: Case, tmp_path: Path) -> 
     assert_close(found, plain(case), 1e-12)
 
 
-@pytest.mark.parametrize("rest", ["cpu", pytest.param("nvme", marks=pytest.mark.full)])
-def test_bits_are_those_of_a_run_with_all_experts_in_memory(rest: str, tmp_path: Path) -> None:
-    case = Case(rest=rest, dtype=torch.float32)
-    assert_same(trained(case, str(tmp_path)), trained(Case(rest="none", dtype=torch.float32), str(tmp_path)))
+FACTORS: dict[str, list[Any]] = {
+    "rest": ["cpu", "nvme"],
+    "ranks": [1, 2],
+    "optimizer": list(OPTIMIZERS),
+    "stage": [0, 1, 2, 3],
+    "accumulation": [1, 3],
+    "clip": [0.0, 0.1],
+    "slots": [1, 3, EXPERTS],
+    "recomputes": [False, True],
+}
+
+
+def trained_all(cases: list[Case], folder: str) -> list[dict[str, torch.Tensor]]:
+    return [trained(case, folder) for case in cases]
+
+
+@pytest.mark.full
+def test_every_pair_of_what_it_composes_with_trains_as_in_one_process(tmp_path: Path) -> None:
+    cases, folder = [Case(**values) for values in pairwise(FACTORS, seed=1)], str(tmp_path)
+    alone, together = ([case for case in cases if case.ranks == ranks] for ranks in (1, 2))
+    found = trained_all(alone, folder) + run_ranks(trained_all, 2, together, folder)[0]
+    for case, weights in zip(alone + together, found, strict=True):
+        try:
+            assert_close(weights, plain(case), 1e-12)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
+@pytest.mark.parametrize(
+    ("rest", "narrow"),
+    [
+        ("cpu", False),
+        ("nvme", True),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (("nvme", False), ("cpu", True))),
+    ],
+)
+def test_bits_are_those_of_a_run_with_all_experts_in_memory(rest: str, narrow: bool, tmp_path: Path) -> None:
+    case = Case(rest=rest, dtype=torch.float32, narrow=narrow)
+    assert_same(trained(case, str(tmp_path)), trained(replace(case, rest="none"), str(tmp_path)))
 
 
 def save(case: Case, folder: str) -> None:
@@ -165,6 +206,16 @@ def test_a_checkpoint_goes_on_with_experts_elsewhere(before: Case, after: Case, 
     assert_close(result, plain(before), 1e-12)
 
 
+@pytest.mark.full
+def test_a_checkpoint_keeps_the_bits_of_states_in_16_bits(tmp_path: Path) -> None:
+    """Rounding asks for the element's own numbers and the step's, so that it goes on wherever experts rest."""
+    case = Case(dtype=torch.float32, narrow=True)
+    save(case, str(tmp_path))
+    expected = trained(case, str(tmp_path))
+    for rest in ("cpu", "nvme", "none"):
+        assert_same(go_on(replace(case, rest=rest), str(tmp_path), 1), expected)
+
+
 def test_states_and_weights_that_users_read_miss_no_step(tmp_path: Path) -> None:
     """Whole states and weights are those of the last step, also of experts that have been left alone since long."""
     found = []
@@ -194,6 +245,54 @@ def test_only_chosen_experts_are_fetched(tmp_path: Path) -> None:
     assert asked == rows
     assert len(rows[0]) < EXPERTS
     engine.destroy()
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_recomputed_block_keeps_no_rows_until_the_backward(recomputes: bool, tmp_path: Path) -> None:
+    """What holds memory: rows of all blocks, or none; then gradients, and none of those after the update."""
+    engine = engine_of(Case(recomputes=recomputes, rest="nvme"), str(tmp_path))
+    tables, rows = list(engine.sharded.tables), []
+
+    def watch(table: Any, own: Any) -> Any:
+        def new_rows(ids: torch.Tensor) -> torch.Tensor:
+            leaf: torch.Tensor = own(ids)
+            rows.append(StorageWeakRef(leaf.untyped_storage()))
+            return leaf
+
+        return new_rows
+
+    for table in tables:
+        table.new_rows = watch(table, table.new_rows)
+    loss = mixture_loss(engine, token_rows(0, 1, LENGTH))
+    assert [row.expired() for row in rows] == [recomputes] * len(tables)
+    engine.backward(loss)
+    assert len(rows) == len(tables) * (1 + recomputes)
+    assert all(row.expired() for row in rows)
+    assert all(table.gradient._arrived for table in tables)
+    engine.step()
+    assert all(table.gradient.summed.untyped_storage().nbytes() == 0 for table in tables)
+    engine.destroy()
+
+
+def test_the_rows_that_are_used_most_stay_in_the_slots() -> None:
+    """Batches with more rows than slots do not push each other's rows out: others are used where they rest."""
+    planes = [torch.arange(12.0).view(6, 2), torch.zeros(6, 2)]
+    memory, begun = RowMemory(planes[0], torch.device("cpu"), 2, on_host=True), []
+    memory.replace(planes)
+
+    def change(row: int, values: list[torch.Tensor]) -> bool:
+        begun.append((row, values[0].data_ptr() == planes[0][row].data_ptr()))
+        for value in values:
+            value += 1
+        return True
+
+    for ids in ([1, 4], [0, 1, 2, 4], [1, 3, 4, 5], [0, 1, 4]):
+        memory.in_place(torch.tensor(ids), change)
+    assert all(at_rest == (row not in (1, 4)) for row, at_rest in begun)
+    memory.settle()
+    uses = torch.tensor([2.0, 4, 1, 1, 4, 1])[:, None]
+    assert torch.equal(planes[0], torch.arange(12.0).view(6, 2) + uses)
+    assert torch.equal(planes[1], uses.expand(6, 2))
 
 
 class Wrong(nn.Module):
@@ -254,9 +353,9 @@ def test_a_disk_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest
         engine_of(Case(rest="nvme"), str(tmp_path))
 
 
-@pytest.mark.parametrize("rest", ["cpu", "nvme"])
-def test_planned_bytes_are_those_that_are_there(rest: str, tmp_path: Path) -> None:
-    engine = engine_of(Case(rest=rest, dtype=torch.float32), str(tmp_path))
+@pytest.mark.parametrize(("rest", "narrow"), [("cpu", False), ("nvme", False), ("nvme", True)])
+def test_planned_bytes_are_those_that_are_there(rest: str, narrow: bool, tmp_path: Path) -> None:
+    engine = engine_of(Case(rest=rest, dtype=torch.float32, narrow=narrow), str(tmp_path))
     advance(engine, Case(), range(2))
     report, layout = engine.memory_report(), sizes.StateLayout(row=engine.sharded.row, widths=sizes.Widths(4, 4, 4, 0))
     planned = planned_states(engine.sharded, layout, sizes.TableLayout())
@@ -264,7 +363,8 @@ def test_planned_bytes_are_those_that_are_there(rest: str, tmp_path: Path) -> No
     numbers = sum(p.numel() for name, p in engine.module.named_parameters() if ".experts." in name)
     steps = 0 if rest == "nvme" else sum(table.flat.master.new_zeros(1).nbytes for table in engine.sharded.tables)
     assert planned["parameter", tier] == report["parameter"][tier] == 4 * numbers
-    assert planned["optimizer", tier] == report["optimizer"][tier] - steps == 8 * numbers
+    states = 4 if narrow else 8
+    assert planned["optimizer", tier] == report["optimizer"][tier] - steps == states * numbers
     if rest == "nvme":
-        assert planned["slot", "host"] == report["slot"]["host"] == 12 * numbers * 3 / EXPERTS
+        assert planned["slot", "host"] == report["slot"]["host"] == (4 + states) * numbers * 3 / EXPERTS
     engine.destroy()

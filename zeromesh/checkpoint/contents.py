@@ -241,7 +241,7 @@ def _optimizer_boxes(
 
 def pieces(sharded: ShardedModel) -> Iterator[tuple[Flat, Piece]]:
     """Return the pieces that this rank updates."""
-    return ((flat, piece) for flat in sharded.flats for _, _, piece in flat.pieces)
+    return ((flat, piece) for flat in sharded.flats if flat.layout.trainable for _, _, piece in flat.pieces)
 
 
 def options(group: dict[str, Any]) -> dict[str, Any]:

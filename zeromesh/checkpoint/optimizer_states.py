@@ -132,8 +132,7 @@ def load_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: Reader) 
             name = f"optimizer/{key}/{piece.name}"
             if name in reader.names:
                 rests_in_rows = key in in_rows  # by ``load_rows``
-                # Those of tables are as wide as their masters.
-                narrow = key in sharded.store.states.narrow and flat not in sharded.tables.flats
+                narrow = key in sharded.store.states.narrow and not flat.wide_states
                 dtype = state_dtype(narrow, piece.parameter.dtype)
                 state[key] = (
                     unloaded(torch.empty_like(piece.parameter, dtype=dtype, device="meta"))

@@ -20,7 +20,6 @@ from zeromesh.engine.initialize.widths import tables_of, widths_of
 from zeromesh.shard import sizes
 from zeromesh.shard.accounting import allocations
 from zeromesh.shard.sharded import ShardedModel
-from zeromesh.shard.tables.stacked_rows import StackedTable
 
 if TYPE_CHECKING:
     from zeromesh.parallel.activation.activation_store import ActivationStore
@@ -172,7 +171,7 @@ def planned_states(
     of_tables: list[tuple[tuple[str, str], float]] = []
     for table in sharded.tables:
         number = table.flat.master.itemsize
-        placed = table.resting.layout(table.flat.layout.trainable) if isinstance(table, StackedTable) else tables
+        placed = table.placed(tables)
         shape = sizes.TableShape(table.count, table.width)
         of_tables += sizes.table_sizes([shape], placed, sharing.ranks, number, mesh.device.type == "cpu").items()
     for key, size in (*trained.resting.items(), *frozen.resting.items(), *of_tables):

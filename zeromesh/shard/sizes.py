@@ -40,11 +40,6 @@ class TableLayout:
     cached: int | None = None  # rows of each table in a cache; None: there is none
     cache_tier: Tier = Tier.DEVICE
 
-    @property
-    def grows(self) -> bool:
-        """True if the cache takes all rows of a batch; one on the host does not grow."""
-        return self.cache_tier is Tier.DEVICE
-
 
 STATE_BUFFERS, PARAMETER_BUFFERS = 4, 5  # windows and units in host memory at a time of those that rest in files
 
@@ -324,8 +319,8 @@ def table_sizes(
         add_size(resting, "parameter", placed.tier, rows * (table.width * number + table.frozen))
         add_size(resting, "optimizer", placed.tier, rows * states * number)
         if placed.cached is not None and not (processor and placed.tier is Tier.HOST):  # which needs none there
-            # One that grows has room for the rows of an update, whatever it was given.
-            cached = min(rows, max(placed.cached, table.used if placed.grows else 0))
+            # On the device it has room for the rows of an update, whatever it was given.
+            cached = min(rows, max(placed.cached, table.used if placed.cache_tier is Tier.DEVICE else 0))
             row_bytes = (table.width + states) * number + table.frozen
             add_size(resting, "slot", placed.cache_tier, cached * row_bytes)
     return resting

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from zeromesh.base.kernels.update_rules import RULES
 from zeromesh.base.quantized_layers import FOUR_BIT, is_quantized
-from zeromesh.base.split import Split
 from zeromesh.comm.mesh import Mesh
 from zeromesh.config.settings import TIERS
 from zeromesh.shard.tables.stacked_rows import RestingExperts, StackedRows, StackedWeight, exact_rule
@@ -53,7 +52,10 @@ def _rows(model: nn.Module, item: Experts) -> StackedRows:
     from zeromesh.parallel.expert.adapted import inner_forward, innermost, packed_steps, take_parts
 
     path, inner = innermost(item)
-    every = [_weight(model, name, split) for name, split in item.splits.items()]
+    every = []
+    for name, split in item.splits.items():
+        holder, _, attribute = name.rpartition(".")
+        every.append(StackedWeight(holder, model.get_submodule(holder), attribute, split.dim, split.intervals[0]))
     inside = [weight for weight in every if f"{weight.path}.".startswith(f"{path}.")]
     signature = inspect.signature(inner_forward(item.module))
     return StackedRows(
@@ -67,11 +69,6 @@ def _rows(model: nn.Module, item: Experts) -> StackedRows:
         tuple(weight for weight in every if weight not in inside),
         tuple(partial(take_parts, step, parts=item.count) for step in packed_steps(inner)),
     )
-
-
-def _weight(model: nn.Module, name: str, split: Split) -> StackedWeight:
-    path, _, attribute = name.rpartition(".")
-    return StackedWeight(path, model.get_submodule(path), attribute, split.dim, split.intervals[0])
 
 
 def _reason(model: nn.Module, item: Experts, uses: Mapping[int, int]) -> str | None:
@@ -102,22 +99,20 @@ def _reason(model: nn.Module, item: Experts, uses: Mapping[int, int]) -> str | N
     return objection_to_single(without_adapters(model, item)) or None
 
 
-def resting_settings(stacks: Sequence[StackedRows], settings: Resolved, states: int) -> RestingExperts | None:
-    """Return what places resting experts; None where there are none."""
+def resting_settings(
+    stacks: Sequence[StackedRows], settings: Resolved, optimizer: Optimizer | None, narrow: frozenset[str]
+) -> RestingExperts | None:
+    """Return what places resting experts, whose states named in ``narrow`` are bf16; None where there are none.
+
+    Raises:
+        ValueError: the optimizer could not make up for steps that experts miss.
+    """
     if not stacks:
         return None
     chosen = settings.experts
     folder = Path(chosen.nvme_path).absolute() if chosen.rest == "nvme" and chosen.nvme_path is not None else None
-    return RestingExperts(tuple(stacks), TIERS[chosen.rest], folder, chosen.slots, states)
-
-
-def states_of(optimizer: Optimizer | None, stacks: Sequence[StackedRows]) -> int:
-    """Return how many numbers an optimizer keeps of each trained element of resting experts at most.
-
-    Raises:
-        ValueError: it could not make up for steps that experts miss.
-    """
-    if optimizer is None or not any(weight.value.requires_grad for stack in stacks for weight in stack.weights):
-        return 0
-    rules = [(exact_rule(optimizer, group, stacks[0].path), group) for group in optimizer.param_groups]
-    return max(len(RULES[rule].states(group)) for rule, group in rules)
+    names: tuple[str, ...] = ()
+    if optimizer is not None and any(weight.value.requires_grad for stack in stacks for weight in stack.weights):
+        groups = optimizer.param_groups
+        names = max((RULES[exact_rule(optimizer, group, stacks[0].path)].states(group) for group in groups), key=len)
+    return RestingExperts(tuple(stacks), TIERS[chosen.rest], folder, chosen.slots, tuple(names), narrow)

@@ -35,7 +35,7 @@ from zeromesh.engine.initialize import optimizer_setup as setup
 from zeromesh.engine.initialize.offload import where_offloaded
 from zeromesh.engine.initialize.place_model import Placing, unquantized
 from zeromesh.engine.initialize.place_tables import check_rules, choose_tables, with_table_group
-from zeromesh.engine.initialize.rest_experts import find_resting, resting_settings, states_of
+from zeromesh.engine.initialize.rest_experts import find_resting, resting_settings
 from zeromesh.engine.initialize.run_plan import Arguments, Plan, cuts_parameters
 from zeromesh.engine.observe.monitors import open_monitors
 from zeromesh.engine.pipeline_module import PipelineModule, settings_of
@@ -187,6 +187,7 @@ def plan_run(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
     def prepare() -> Plan:
         monitor = open_monitors(resolved, mesh.rank)
         groups, optimizer, scheduler, tried = _prepare_optimizer(chosen, resolved, tables, cuts, first)
+        offload = where_offloaded(resolved, optimizer or tried)
         return Plan(
             arguments=chosen,
             settings=resolved,
@@ -201,13 +202,13 @@ def plan_run(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
             loader=loader,
             before=before,
             tables=tables,
-            resting=resting_settings(stacks, resolved, states_of(optimizer or tried, stacks)),
+            resting=resting_settings(stacks, resolved, optimizer or tried, offload.form.narrow),
             cuts_parameters=cuts,
             monitor=monitor,
             groups=groups,
             optimizer=optimizer,
             scheduler=scheduler,
-            offload=where_offloaded(resolved, optimizer or tried),
+            offload=offload,
         )
 
     plan = agree_run(world, "prepare its optimizer, schedule and monitors", prepare)

@@ -63,5 +63,5 @@ def resting_of(settings: Settings) -> TableLayout | None:
     chosen, optimizer = settings.experts, settings.optimizer
     if chosen.rest == "none":
         return None
-    states = USUAL_STATES if optimizer is None else len(state_bytes(optimizer.type, optimizer.params))
+    states = USUAL_STATES if optimizer is None else _state_bytes(settings) / 4
     return TableLayout(TIERS[chosen.rest], states, 0, chosen.slots if chosen.rest == "nvme" else None, Tier.HOST)

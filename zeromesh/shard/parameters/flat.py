@@ -66,8 +66,10 @@ class Flat:
         row: PlacementRow,
         mesh: Mesh,
         tied_stages: Sequence[int] = (),
+        wide_states: bool = False,
     ) -> None:
         self.layout = layout
+        self.wide_states = wide_states  # they are as wide as the master, whatever those of others are
         self.sharded = row.parameter is Placement.SHARDED
         # Pipeline stages that have these parameters, where several do. The first of them counts what all have: in
         # norms, in numbers of elements, and in what is saved.

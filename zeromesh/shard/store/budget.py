@@ -63,7 +63,7 @@ class MemoryBudget:
             elif flat.optimizer_tier is Tier.HOST:
                 master += elements * dtype.itemsize if flat.apart or dtype != layout.dtype else 0
                 pieces = layout.owned(flat.own.start, flat.own.stop)  # states have no padding
-                updated[dtype, flat in tables] += sum(stop - start for _, start, stop in pieces)
+                updated[dtype, flat.wide_states] += sum(stop - start for _, start, stop in pieces)
         first = {flat: flat.master_dtype(mixed) for flat in reversed(early)}
         stored = [flat for flat in flats if flat.parameter_tier.in_blocks]
         return cls(blocks, parameter, gradient, master, updated, first, stored)
@@ -89,8 +89,8 @@ class MemoryBudget:
         """Return bytes in host memory by what they are for, with these states of a parameter, stores and updates."""
         copies = sum(sum(next_bytes(flat, self.early[flat], form)) for flat in early)
         rows, rest, buffers = self.rows(form), self.master, 0
-        for (dtype, in_table), elements in self.updated.items():
-            rest += elements * (replace(form, narrow=frozenset()) if in_table else form).state_bytes(dtype)
+        for (dtype, is_wide), elements in self.updated.items():
+            rest += elements * (replace(form, narrow=frozenset()) if is_wide else form).state_bytes(dtype)
         if in_blocks is not None:
             rest += sum(of.nbytes for of in rows) if in_blocks.in_memory else 0
             buffers += in_blocks.buffer_bytes(of.block_bytes(window) for of in rows for window in of.windows)

@@ -6,13 +6,15 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 
 import torch
 
 from zeromesh.base.placement import Tier
-from zeromesh.shard.store.memory import empty_on
+from zeromesh.shard.store.memory import empty_on, read_ahead
 
+AHEAD = 64  # values of a row in a plane that are read ahead of use
 COOLING = 0.9  # factor of what a use of a row counts for, for each batch since
 
 
@@ -98,6 +100,10 @@ class RowMemory:
         They are where the planes are, or in the cache. ``do`` returns whether it has changed them.
         """
         host = ids.cpu()
+        # Files are mapped. On a page fault the disk would have one request at a time, and read what is beside it.
+        absent = [] if self._hot is None else self._hot.absent(host)
+        coming = (plane[row] for row in absent for plane in self.planes)
+        read_ahead(islice(coming, AHEAD))
         with _plainly():
             slots = torch.full_like(host, -1) if self._hot is None else self._hot.admit_some(host, self.planes)
             for row, slot in zip(host.tolist(), slots.tolist(), strict=True):
@@ -105,6 +111,7 @@ class RowMemory:
                     do(row, [plane[row] for plane in self.planes])
                 elif do(row, [plane[slot] for plane in self._hot.planes]):
                     self._hot.dirty[slot] = True
+                read_ahead(islice(coming, len(self.planes)))
 
     @property
     def place(self) -> torch.device:
@@ -173,6 +180,10 @@ class HotRows:
                 rows = source.index_select(0, missing.to(source.device))
                 plane.index_copy_(0, at, rows.to(self._device))
         return self._slot_of[host].long().to(self._device)
+
+    def absent(self, ids: torch.Tensor) -> list[int]:
+        """Return those of rows ``ids``, on the host, that are not in the cache."""
+        return [int(row) for row in ids[self._slot_of[ids] < 0]]
 
     def admit_some(self, ids: torch.Tensor, backing: Sequence[torch.Tensor]) -> torch.Tensor:
         """Bring rows ``ids``, on the host and without duplicates, into the cache if it has room for all of them.

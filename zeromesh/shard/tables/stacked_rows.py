@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from zeromesh.base.kernels.update_pass import UpdatePiece, UpdateStep, update
-from zeromesh.base.kernels.update_rules import RULES, Group, rule_of
+from zeromesh.base.kernels.update_rules import RULES, Group, rule_of, state_dtype
 from zeromesh.base.placement import Tier
 from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.sizes import TableLayout
@@ -84,11 +84,13 @@ class RestingExperts:
     tier: Tier
     folder: Path | None  # of files on NVMe
     slots: int  # rows of each parameter that stay in host memory if the tier is NVMe
-    states: int  # numbers that the optimizer keeps of each element that is trained
+    names: tuple[str, ...]  # of the states that the optimizer keeps of each element that is trained
+    narrow: frozenset[str]  # names of those that are bf16 beside an fp32 master
 
-    def layout(self, trained: bool) -> TableLayout:
+    def layout(self, trained: bool, master: torch.dtype) -> TableLayout:
         """Return what predictions of memory of a weight compute with."""
-        states = self.states if trained else 0
+        kinds = [state_dtype(name in self.narrow, master) for name in self.names if trained]
+        states = sum(kind.itemsize for kind in kinds) / master.itemsize
         return TableLayout(self.tier, states, 0, self.slots if self.tier is Tier.NVME else None, Tier.HOST)
 
 
@@ -96,6 +98,8 @@ class StackedTable(Table):
     """A parameter of experts. Rows are updated where they rest, or in a cache in host memory, one after the other."""
 
     remedy = 'set experts.rest to "none"'
+    narrows = True
+    merges = True  # rows are large: one sum of them is kept, and not each micro-batch's
 
     def __init__(
         self,
@@ -110,13 +114,16 @@ class StackedTable(Table):
         self.resting, self._experts = resting, count
         dtype = chosen[id(weight.value)]
         super().__init__(weight.path, weight.module, number, mesh, resting.tier, dtype, sent, weight.attribute)
-        self.gradient.merges = True  # rows are large: one sum of them is kept, and not each micro-batch's
         self._missed = torch.zeros(self.rows_here, dtype=torch.int64)  # steps of each row that are to be made up for
         self._steps: deque[UpdateStep] = deque()  # the last ones, as many as any row misses
 
     def rows_of(self, weight: torch.Tensor) -> int:
         """Return the number of experts: a row of a packed weight has many of its entries."""
         return self._experts
+
+    def placed(self, tables: TableLayout) -> TableLayout:
+        """Return the place of the rows and states."""
+        return self.resting.layout(self.flat.layout.trainable, self.flat.master.dtype)
 
     def _memory(self, plane: torch.Tensor, hot: int | None) -> RowMemory:
         in_files = self.flat.parameter_tier is Tier.NVME
@@ -126,9 +133,9 @@ class StackedTable(Table):
         """Return rows that are here, up to date, by their local numbers: shape (k, width), in the wire dtype."""
         host = asked.cpu()
         rows, inverse = host.unique(return_inverse=True)
-        found = torch.empty(rows.numel(), self.width, dtype=self.wire)
-        self._make_up(rows, found)
-        return (found if torch.equal(rows, host) else found[inverse]).to(self.mesh.device)
+        weights = torch.empty(rows.numel(), self.width, dtype=self.wire)
+        self._make_up(rows, weights)
+        return (weights if torch.equal(rows, host) else weights[inverse]).to(self.mesh.device)
 
     def settle(self, forget: bool = False) -> None:
         """Let all rows take the steps that they miss, and the planes have their values."""
@@ -161,19 +168,19 @@ class StackedTable(Table):
         state["step"] = state["step"] + 1
         self._forget_steps()
 
-    def _make_up(self, rows: torch.Tensor, found: torch.Tensor | None = None) -> None:
-        """Let some rows, int64 on the host, take the steps that they miss, and copy their weights to ``found``."""
-        wanted = rows if found is not None else rows[self._missed[rows] > 0]
+    def _make_up(self, rows: torch.Tensor, weights: torch.Tensor | None = None) -> None:
+        """Let some rows, int64 on the host, take the steps that they miss, and copy their weights to ``weights``."""
+        wanted = rows if weights is not None else rows[self._missed[rows] > 0]
         if not wanted.numel():
             return
-        places = iter(found if found is not None else ())
+        places = iter(weights if weights is not None else ())
 
         def change(row: int, values: list[torch.Tensor]) -> bool:
             behind = bool(self._missed[row] > 0)
             if behind:
                 self._take(values, self._steps_of(row), None)
                 self._missed[row] = 0
-            if found is not None:
+            if weights is not None:
                 next(places).copy_(values[0])
             return behind
 
@@ -238,15 +245,16 @@ def require_room(resting: RestingExperts, tables: Sequence[StackedTable], mixed:
     if resting.folder is None:
         return
     resting.folder.mkdir(parents=True, exist_ok=True)
-    free, needed, states = shutil.disk_usage(resting.folder).free, 0.0, 0.0
+    free, needed = shutil.disk_usage(resting.folder).free, 0.0
     for table in tables:
-        numbers = 1 + resting.layout(table.flat.layout.trainable).states
-        needed += table.per_rank * table.width * table.flat.master_dtype(mixed).itemsize * numbers
-        states = max(states, numbers - 1)
+        dtype = table.flat.master_dtype(mixed)
+        numbers = 1 + resting.layout(table.flat.layout.trainable, dtype).states
+        needed += table.per_rank * table.width * dtype.itemsize * numbers
     if needed > free:
+        states = f" and the states {', '.join(resting.names)}" if resting.names else ""
         raise ValueError(
             f"experts.nvme_path {str(resting.folder)!r} has {free:,} bytes free, and the experts of this rank need "
-            f"{needed:,.0f} for weights and {states:g} states; name a folder on a larger disk, or use more ranks"
+            f"{needed:,.0f} for weights{states}; name a folder on a larger disk, or use more ranks"
         )
 
 

@@ -11,12 +11,14 @@ from weakref import WeakMethod, ref
 import torch
 from torch import nn
 
+from zeromesh.base.kernels.update_rules import state_dtype
 from zeromesh.base.placement import Placement, PlacementRow, Tier
 from zeromesh.base.split import Held
 from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.layout import Layout, Segment
 from zeromesh.shard.parameters.deferred import Source
 from zeromesh.shard.parameters.flat import Flat
+from zeromesh.shard.sizes import TableLayout
 from zeromesh.shard.store.tiers import Tiers
 from zeromesh.shard.tables.row_exchange import COPIES_TAG, from_all, swap, vector_of
 from zeromesh.shard.tables.row_memory import RowMemory, plane_on
@@ -62,7 +64,7 @@ class RowGradient:
         self._first, self._rows = table.first, table.rows_here
         self._sent = sent  # dtype in which gradients travel
         self._reopened = False
-        self.merges = False  # gradients of lookups go to the host, and are summed there, as they come
+        self._merges = table.merges
         self.state = GradientState.LOCAL
         self.used = [False]  # a gradient has come since the last update
         self._arrived: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -73,14 +75,14 @@ class RowGradient:
         """Take the gradient of rows ``ids``, ascending and without duplicates, from one lookup."""
         assert self.state is GradientState.LOCAL, self
         self.used = [True]
-        gradient = gradient.cpu() if self.merges else gradient
+        gradient = gradient.cpu() if self._merges else gradient
         self._arrived.append((ids.to(gradient.device), gradient))
-        if self.merges and len(self._arrived) > 1:
+        if self._merges and len(self._arrived) > 1:
             self._arrived = [add_up([row_ids for row_ids, _ in self._arrived], [part for _, part in self._arrived])]
 
     def local(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ascending row numbers and the sums of their gradients on this rank, where messages are sent from."""
-        device = torch.device("cpu") if self.merges and self._mesh.shard.size == 1 else self._mesh.device
+        device = torch.device("cpu") if self._merges and self._mesh.shard.size == 1 else self._mesh.device
         if len(self._arrived) == 1:
             ids, gradient = (part.to(device) for part in self._arrived[0])
         else:
@@ -94,7 +96,7 @@ class RowGradient:
     def take_sum(self, parts: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         """Add up the gradients that all ranks have sent for the rows here, in the order of ranks."""
         ids, summed = add_up(parts, gradients)
-        self.ids, self.summed = (ids.cpu(), summed.cpu()) if self.merges else (ids, summed)
+        self.ids, self.summed = (ids.cpu(), summed.cpu()) if self._merges else (ids, summed)
         self.state = GradientState.SUMMED
 
     def values(self) -> torch.Tensor:
@@ -147,6 +149,8 @@ class Table:
     """One table: its rows here, their gradients and their updates."""
 
     remedy = "set sparse=False"  # where somebody wants the weight whole
+    narrows = False  # states may be narrower than their master
+    merges = False  # gradients of lookups go to the host, and are summed there, as they come
 
     def __init__(
         self,
@@ -180,7 +184,7 @@ class Table:
         segment = Segment(self.full_name, weight.shape, 0, weight.numel(), held_part)
         size = self.per_rank * self.group.size * self.width
         layout = Layout(weight.dtype, weight.requires_grad, (segment,), self.group.size, size)
-        self.flat = Flat(layout, [weight], number, row, mesh)
+        self.flat = Flat(layout, [weight], number, row, mesh, wide_states=not self.narrows)
         self.flats = (self.flat,)
         self.sharded = True
         # Rows from ``first`` on; the last ranks may have fewer, or none.
@@ -197,6 +201,10 @@ class Table:
     def rows_of(self, weight: torch.Tensor) -> int:
         """Return the number of rows of the whole weight."""
         return len(weight)
+
+    def placed(self, tables: TableLayout) -> TableLayout:
+        """Return the place of the rows and states; ``tables`` is that of embeddings."""
+        return tables
 
     # Placement.
 
@@ -223,6 +231,7 @@ class Table:
             plane[: self.rows_here].view(-1).copy_(value)
         flat.hold_rows(plane.view(-1), self.rows_here * self.width, store)
         self.rows = self._memory(plane, hot)
+        self._narrow = store.states.narrow if self.narrows else frozenset()
         store.write_back(flat, self.settle)
 
     def _memory(self, plane: torch.Tensor, hot: int | None) -> RowMemory:
@@ -283,7 +292,8 @@ class Table:
         Returns:
             Shape (k, width), in the wire dtype; a leaf whose gradient is taken as the gradient of these rows.
         """
-        rows = vector_of(ids.numel() * self.width, self.wire, self.group).view(-1, self.width)
+        # Not a view, which would keep the memory of what it is a view of.
+        rows = torch.empty(ids.numel(), self.width, dtype=self.wire, device=self.group.device)
         if torch.is_grad_enabled() and self.flat.parameters[0].requires_grad:
             rows.requires_grad_()
             rows.register_post_accumulate_grad_hook(RowArrival(self._notify, self.gradient, ids))
@@ -351,13 +361,14 @@ class Table:
 
     def _bind(self, states: Sequence[RowState], options: Options, state: dict[str, Any]) -> None:
         """Use the optimizer's states of these rows as planes; make those that are missing."""
-        tier, dtype, planes = self.flat.optimizer_tier, self.flat.master.dtype, self.rows.planes[:1]
+        tier, planes = self.flat.optimizer_tier, self.rows.planes[:1]
         step = state.setdefault("step", torch.tensor(0.0))
         for key in [key for key in state if key not in ("step", *(row_state.key for row_state in states))]:
             del state[key]  # torch's Adagrad makes its own when it is built
         for row_state in states:
             shape = (self.rows_here, 1 if row_state.per_row else self.width)
             present = state.get(row_state.key, torch.empty(0))
+            dtype = state_dtype(row_state.key in self._narrow, self.flat.master.dtype)
             fits = present.numel() == shape[0] * shape[1]
             if int(step) and not fits:
                 raise ValueError(
@@ -365,7 +376,8 @@ class Table:
                     "of tables, or load the checkpoint with load_optimizer_states=False"
                 )
             is_plane = any(fits and present.data_ptr() == plane.data_ptr() for plane in self.rows.planes[1:])
-            if not fits or (not is_plane and tier is Tier.NVME):  # a checkpoint is read into memory
+            # A checkpoint is read into memory.
+            if not fits or present.dtype != dtype or (not is_plane and tier is Tier.NVME):
                 plane = plane_on(tier, shape, dtype, self.mesh.device, self._folder)
                 initial = options.get(row_state.initial, 0.0) if row_state.initial else 0.0
                 if fits:

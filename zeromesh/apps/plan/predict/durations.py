@@ -11,7 +11,13 @@ from zeromesh.apps.plan.cost.resting import FETCHED_AGAIN
 from zeromesh.apps.plan.machine.cluster import Machine, Node
 from zeromesh.apps.plan.machine.collective_times import Fabric, Wire, fabric, wire
 from zeromesh.apps.plan.machine.rates import Habits, KernelSpeed, dtype_on
-from zeromesh.apps.plan.predict.table_bytes import expert_traffic, gradient_messages, lookup_bytes, moved_by_update
+from zeromesh.apps.plan.predict.table_bytes import (
+    disk_seconds,
+    expert_traffic,
+    gradient_messages,
+    lookup_bytes,
+    moved_by_update,
+)
 from zeromesh.base.placement import Placement, Tier, offloaded_units
 
 # Python's time for an operator, with the views beside it, in the contexts of selective recomputation; measured with
@@ -234,7 +240,7 @@ class Durations:
             size = (away * elements * widths.parameter + frozen) / shard.size
             seconds["fetch"] = self._copy(size)
             if row.parameter_tier is Tier.NVME:
-                seconds["read"] = _disk(node.disk_read, size * sharing, node.name)
+                seconds["read"] = disk_seconds(node.disk_read, size * sharing, node.name)
         state = widths.states + widths.master
         if not (away and row.optimizer_tier is not Tier.DEVICE):
             # The update reads the gradient and reads and writes the master and the states; it writes the parameter.
@@ -253,8 +259,8 @@ class Durations:
         if row.parameter_tier is Tier.DEVICE:
             seconds["parameter_in"] = self._copy(local_elements * widths.parameter)
         if row.optimizer_tier is Tier.NVME:
-            seconds["states_read"] = _disk(node.disk_read, local_elements * state * sharing, node.name)
-            seconds["states_written"] = _disk(
+            seconds["states_read"] = disk_seconds(node.disk_read, local_elements * state * sharing, node.name)
+            seconds["states_written"] = disk_seconds(
                 node.disk_write or node.disk_read, local_elements * state * sharing, node.name
             )
         return seconds
@@ -287,17 +293,9 @@ class Durations:
 
     def expert_rows(self, table: TableCost) -> dict[str, float]:
         """Return the seconds of a layer's experts that rest: of fetches, and of the update, for which all wait."""
-        layout, node, moved = self.layout, self.node, expert_traffic(table, self.layout)
-        sharing = min(node.devices, layout.ranks)
-        per_byte = self.habits.host_traffic * sharing / node.host_bandwidth
-        rows, update = moved.fetched * per_byte + self._copy(moved.link), moved.host * per_byte
-        update += self._copy(moved.landed)
-        if moved.reads or moved.fetch_reads:
-            rows += _disk(node.disk_read, moved.fetch_reads * sharing, node.name)
-            update += _disk(node.disk_read, moved.reads * sharing, node.name)
-            update += _disk(node.disk_write or node.disk_read, moved.writes * sharing, node.name)
-        again = rows if layout.recompute in FETCHED_AGAIN else 0.0
-        return {"rows": rows, "rows_again": again, "update": update}
+        sharing = min(self.node.devices, self.layout.ranks)
+        rows, update = (sum(m.seconds(self.node, sharing)) for m in expert_traffic(table, self.layout))
+        return {"rows": rows, "rows_again": rows if self.layout.recompute in FETCHED_AGAIN else 0.0, "update": update}
 
     def _sums(self, trained: float, ranks: int) -> float:
         """Return the seconds in which a processor adds other ranks' parts of gradients, and converts what it sends."""
@@ -330,12 +328,6 @@ class Durations:
     def world(self) -> Fabric:
         """All ranks."""
         return fabric(self.layout, self.machine, "replicate", "data", "context", "pipeline", "tensor")
-
-
-def _disk(speed: float, size: float, node: str) -> float:
-    if speed <= 0:
-        raise ValueError(f"a state rests on NVMe, but node {node or 'of the machine'!r} has no disk; set its disk_read")
-    return size / speed
 
 
 def _is_kept(work: KernelWork) -> bool:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
 from zeromesh.apps.plan.cost.cost import TableCost
+from zeromesh.apps.plan.machine.cluster import Node
 from zeromesh.base.placement import Tier
 from zeromesh.shard.sizes import TableLayout, TableShape, add_size, table_sizes
 
@@ -97,34 +98,39 @@ def updated(table: TableCost, layout: ParallelLayout) -> float:
 class ExpertTraffic(NamedTuple):
     """Bytes that one rank moves for experts that rest."""
 
-    link: float = 0.0  # to the device in a forward, or again in a backward
-    fetched: float = 0.0  # read and written in host memory for it
-    landed: float = 0.0  # gradients of an update on their way to the host
-    host: float = 0.0  # read and written in host memory by an update
-    fetch_reads: float = 0.0  # of files, in a forward
-    reads: float = 0.0  # of files, in an update
+    link: float = 0.0  # between host and device
+    host: float = 0.0  # read and written in host memory
+    reads: float = 0.0  # of files
     writes: float = 0.0
 
-    def plus(self, other: ExpertTraffic) -> ExpertTraffic:
-        """Return the sum."""
-        return ExpertTraffic(*(a + b for a, b in zip(self, other, strict=True)))
+    def plus(self, other: ExpertTraffic, times: float = 1.0) -> ExpertTraffic:
+        """Return the sum with a multiple of the other."""
+        return ExpertTraffic(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+    def seconds(self, node: Node, sharing: int) -> tuple[float, float]:
+        """Return the seconds of host and link, and those of the disk, which ``sharing`` ranks share."""
+        return self.host * sharing / node.host_bandwidth + self.link / node.host.bandwidth, sharing * (
+            disk_seconds(node.disk_read, self.reads, node.name)
+            + disk_seconds(node.disk_write or node.disk_read, self.writes, node.name)
+        )
 
 
-def expert_traffic(table: TableCost, layout: ParallelLayout) -> ExpertTraffic:
-    """Return what a rank moves for the experts of one layer."""
-    placed, number, ranks = placed_of(table, layout), _number(layout), ranks_of(layout)
+def disk_seconds(speed: float, size: float, node: str) -> float:
+    """Return the seconds in which a disk reads or writes so many bytes; raise ValueError if there is none."""
+    if size and speed <= 0:
+        raise ValueError(f"a state rests on NVMe, but node {node or 'of the machine'!r} has no disk; set its disk_read")
+    return size / speed if size else 0.0
+
+
+def expert_traffic(table: TableCost, layout: ParallelLayout) -> tuple[ExpertTraffic, ExpertTraffic]:
+    """Return what a rank moves in each fetch of a layer's experts, and in an update of them."""
+    placed, number = placed_of(table, layout), _number(layout)
     rows, changed = used(table), updated(table, layout)
-    row_sent, row_at_rest = (table.width * width + table.frozen for width in (layout.widths.parameter, number))
-    away = 0.0  # share of rows that are not in slots
-    if placed.tier is Tier.NVME:
-        away = max(0.0, 1 - (placed.cached or 0) * ranks / table.rows)
-    states = (1 + placed.states) * table.width * number
-    return ExpertTraffic(
-        link=rows * row_sent,
-        fetched=rows * (row_at_rest + row_sent),
-        landed=changed * table.width * max(4, layout.widths.wire),
-        host=moved_by_update(table, layout),
-        fetch_reads=away * rows * row_at_rest,
-        reads=away * changed * states,
-        writes=away * changed * states,
+    sent, at_rest = (table.width * width + table.frozen for width in (layout.widths.parameter, number))
+    # Share of rows that are not in slots.
+    away = max(0.0, 1 - (placed.cached or 0) * ranks_of(layout) / table.rows) if placed.tier is Tier.NVME else 0.0
+    states, landed = (1 + placed.states) * table.width * number, table.width * max(4, layout.widths.wire)
+    return (
+        ExpertTraffic(rows * sent, rows * (at_rest + sent), away * rows * at_rest),
+        ExpertTraffic(changed * landed, moved_by_update(table, layout), *[away * changed * states] * 2),
     )
