@@ -96,11 +96,11 @@ class ActivationStore:
     def moves_input(self, tensor: Tensor) -> bool:
         """Return whether an input of a block waits elsewhere."""
         return (
-            tensor.nbytes >= max(1, self.least)
+            self.movable(tensor)
+            and tensor.nbytes >= self.least
             and (tensor.is_floating_point() or tensor.is_complex())  # others, as masks and token ids, are small
             # Parameters are there anyway, or fetched by their unit.
             and not isinstance(tensor._base, nn.Parameter)
-            and self.movable(tensor)
         )
 
     def movable(self, tensor: Tensor) -> bool:
