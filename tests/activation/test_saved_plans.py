@@ -32,6 +32,7 @@ from zeromesh.parallel.activation.choices import add_router
 from zeromesh.shard.find_units import find_units
 
 Plans = dict[str, BlockPlan]
+FULL = -1  # in place of a seed: all is computed again
 
 
 def tokens(seed: int) -> Tensor:
@@ -178,7 +179,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "bf16": (2, {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}),
     "tensor ranks": (2, {"mesh": {"tensor": 2}}),
     "sequence parallelism": (2, {"mesh": {"tensor": 2}, "tensor_parallel": {"sequence": True}}),
+    "context ranks": (2, {"mesh": {"context": 2}}),
     "pipeline": (2, {"mesh": {"pipeline": 2}, "gradient_accumulation_steps": 2}),
+    "zero bubbles": (
+        2,
+        {"mesh": {"pipeline": 2}, "gradient_accumulation_steps": 2, "pipeline": {"schedule": "zb-h1"}},
+    ),
 }
 
 
@@ -199,9 +205,12 @@ def steps_of(layout: dict[str, Any], seed: int | None) -> Any:
         "activation_checkpointing": {"enabled": seed is not None},
         **layout,
     }
-    with planned({} if seed is None else random_plans(model, "llama", seed)):
+    plans = {} if seed is None else random_plans(model, "llama", seed)
+    if seed == FULL:
+        plans = dict.fromkeys(plans, BlockPlan())
+    with planned(plans):
         engine = zeromesh.initialize(model=model, config=settings)[0]
-    assert seed is None or engine.activations is not None
+    assert seed in (None, FULL) or engine.activations is not None
     found = []
     torch.manual_seed(2)
     for step in range(2):
@@ -223,7 +232,10 @@ def steps_of(layout: dict[str, Any], seed: int | None) -> Any:
 @pytest.mark.parametrize("layout", [x if x == "ZeRO-3" else pytest.param(x, marks=pytest.mark.full) for x in LAYOUTS])
 def test_engines_train_to_the_same_bits(layout: str) -> None:
     ranks, settings = LAYOUTS[layout]
-    expected = run_ranks(steps_of, ranks, settings, None)
+    # Stages without any checkpoint sum up some gradients in another order than those with one.
+    expected = run_ranks(
+        steps_of, ranks, settings, FULL if "mesh" in settings and "pipeline" in settings["mesh"] else None
+    )
     for seed in range(2):
         found = run_ranks(steps_of, ranks, settings, seed)
         assert [losses for losses, _ in found] == [losses for losses, _ in expected]

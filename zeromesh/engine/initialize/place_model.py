@@ -296,6 +296,7 @@ class Placing:
         chosen, group = settings.activation_checkpointing, mesh.group("tensor")
         # Where the sequence is split over these ranks, each has a part of the inputs anyway.
         partitions = chosen.partition_activations and group.size > 1 and not settings.tensor_parallel.sequence
+        partitions = partitions and plans is None  # results inside of blocks differ between them
         if plans is None:
             inputs = Saved.MOVE if chosen.cpu_checkpointing or partitions else Saved.KEEP
             row = BlockPlan(inputs, keeps=GRANULARITIES[chosen.granularity].keeps)

@@ -1,4 +1,4 @@
-"""Storage of checkpointed blocks' inputs until their backward: host memory, parts over ranks, or both.
+"""Storage of checkpointed blocks' inputs and results until their backward: host memory, parts over ranks, or both.
 
 Sources: Rajbhandari et al., "ZeRO", 2020, section 6.1 (activations that tensor-parallel ranks replicate are
 partitioned, and may be offloaded); Ren et al., "ZeRO-Offload", 2021.
@@ -58,7 +58,7 @@ class HostPool:
 
 
 class ActivationStore:
-    """Storage of the inputs of one model's checkpointed blocks."""
+    """Storage of what one model's checkpointed blocks leave for their backward."""
 
     def __init__(self, device: torch.device, host: bool, group: Group | None = None) -> None:
         self.device = device  # where the model computes; what is elsewhere stays there
@@ -96,11 +96,11 @@ class ActivationStore:
     def moves_input(self, tensor: Tensor) -> bool:
         """Return whether an input of a block waits elsewhere."""
         return (
-            tensor.nbytes >= max(1, self.least)
+            self.movable(tensor)
+            and tensor.nbytes >= self.least
             and (tensor.is_floating_point() or tensor.is_complex())  # others, as masks and token ids, are small
             # Parameters are there anyway, or fetched by their unit.
             and not isinstance(tensor._base, nn.Parameter)
-            and self.movable(tensor)
         )
 
     def movable(self, tensor: Tensor) -> bool:
@@ -134,7 +134,7 @@ class ActivationStore:
 
     def prefetch(self, visit: Visit | None, beside: Visit | None = None) -> None:
         """Start to bring back what a visit left; of others but ``beside``, what nobody took is dropped."""
-        wanted, others = ([] if one is None else one.entries for one in (visit, beside))
+        wanted, others = ([] if call is None else call.entries for call in (visit, beside))
         for entry in filter(None, (reference() for reference in self._prefetched)):
             if not any(entry is other for other in (*wanted, *others)):
                 entry.drop()

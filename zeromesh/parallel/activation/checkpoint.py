@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from zeromesh.parallel.activation.repeat import Repeatable, modules_of
 
 if TYPE_CHECKING:
     from zeromesh.parallel.activation.activation_store import ActivationStore
+
+
+Contexts = Callable[[], tuple[Any, Any]]  # of a forward and of its recomputation
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -31,7 +34,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         *args: its arguments.
         **kwargs: its keyword arguments.
     """
-    return _checkpoint(None, function, modules_of(function), _Row(BlockPlan()), args, kwargs)
+    return _checkpoint(None, function, modules_of(function), BlockPlan(), None, args, kwargs)
 
 
 def checkpoint_with(store: ActivationStore | None, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -43,21 +46,15 @@ def checkpoint_with(store: ActivationStore | None, function: Callable[..., Any],
         *args: its arguments.
         **kwargs: its keyword arguments.
     """
-    return _checkpoint(store, function, modules_of(function), _Row(BlockPlan(inputs=Saved.MOVE)), args, kwargs)
-
-
-class _Row(NamedTuple):
-    """Plan of a block, and its contexts for torch's compiler, which cannot trace how they are made."""
-
-    plan: BlockPlan
-    compiled: Callable[[], tuple[Any, Any]] | None = None  # None: no results are kept
+    return _checkpoint(store, function, modules_of(function), BlockPlan(Saved.MOVE), None, args, kwargs)
 
 
 def _checkpoint(
     store: ActivationStore | None,
     function: Callable[..., Any],
     modules: Sequence[nn.Module],
-    row: _Row,
+    plan: BlockPlan,
+    compiled: Contexts | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
@@ -68,15 +65,15 @@ def _checkpoint(
 
     visit = store.visit(function) if store is not None and store.active() else None
     options: dict[str, Any] = {"use_reentrant": False}
-    if row.compiled is not None:
+    if compiled is not None:
         if torch.compiler.is_compiling():
-            options["context_fn"] = row.compiled
+            options["context_fn"] = compiled
         else:
             from zeromesh.parallel.activation.selective import BlockResults
 
-            results = BlockResults(row.plan, type(modules[0]).__name__, visit)
+            results = BlockResults(plan, type(modules[0]).__name__, visit)
             function, options["context_fn"] = partial(results.run, function), results.contexts
-    if visit is not None and row.plan.inputs is Saved.MOVE:
+    if visit is not None and plan.inputs is Saved.MOVE:
         function, tensors = visit.keep_inputs(function, args, kwargs)
         args, kwargs = tuple(tensors), {}  # the others would be held while the block computes
     if chooses(modules):
@@ -106,7 +103,7 @@ def checkpoint_modules(
         compiled = compiled_contexts(plan)
     # Their forward and not they themselves: their hooks run around it, once.
     for module in () if plan.keeps_all else modules:
-        module.forward = partial(_without_cache, module.forward, store, _Row(plan, compiled), module)
+        module.forward = partial(_without_cache, module.forward, store, plan, compiled, module)
 
 
 def compile_forward(module: nn.Module, **options: Any) -> None:
@@ -125,7 +122,8 @@ def compile_forward(module: nn.Module, **options: Any) -> None:
 def _without_cache(
     forward: Callable[..., Any],
     store: ActivationStore | None,
-    row: _Row,
+    plan: BlockPlan,
+    compiled: Contexts | None,
     module: nn.Module,
     /,
     *args: Any,
@@ -138,7 +136,7 @@ def _without_cache(
         kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
         kwargs |= {"use_cache": False} if kwargs.get("use_cache") else {}
     # The module's own forward may have been replaced by a function that does not show it.
-    return _checkpoint(store, forward, list(module.modules()), row, args, kwargs)
+    return _checkpoint(store, forward, list(module.modules()), plan, compiled, args, kwargs)
 
 
 def _is_cache(value: Any) -> bool:

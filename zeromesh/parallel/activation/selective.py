@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from zeromesh.base.saved_tensors import BlockPlan, Saved
-from zeromesh.parallel.activation.activation_store import KeptTensor, Visit
+from zeromesh.parallel.activation.activation_store import Visit
 from zeromesh.parallel.activation.choices import is_choice
 
 _log = logging.getLogger("zeromesh")
@@ -48,17 +48,16 @@ class BlockResults:
 
     Args:
         plan: of the block.
-        name: of the block's class, for the log.
+        name: of its class, for the log.
         visit: of the store that moved results wait in; None: they are kept.
     """
 
     def __init__(self, plan: BlockPlan, name: str, visit: Visit | None = None) -> None:
         self.counts = False  # whether the block's own operators run, and not what is around them
-        self._plan, self._name, self._visit = plan, name, visit
+        self._plan, self._name, self._visit, self._again = plan, name, visit, False
         self._noted: dict[tuple[str, int], _Noted] = {}
         self._numbers: Counter[str] = Counter()  # of calls, by operator
         self._trail = 0  # hash of all operators so far, in their order
-        self._again = False
 
     def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
         """Return the contexts of a forward and of its recomputation, for ``torch.utils.checkpoint.checkpoint``."""
@@ -93,22 +92,23 @@ class BlockResults:
         return how(key, 0 if self._plan.keeps is not None else mark, fate, partial(func, *args, **kwargs))
 
     def _note(self, key: tuple[str, int], mark: int, fate: Saved, call: partial[Any]) -> Any:
-        generator = _Generator.of(call)
+        generator = _generator(call)
+        before = None if generator is None else generator.get_state()
         result = call()
-        after = None if generator is None else generator.moved()
-        moves = fate is Saved.MOVE and self._visit is not None
-        values = tree_map(partial(self._wait, moves), result)
-        self._noted[key] = _Noted(Saved.MOVE if moves else Saved.KEEP, values, mark, after)
+        proceed = None
+        if generator is not None and before is not None and not torch.equal(before, generator.get_state()):
+            proceed = partial(generator.set_state, generator.get_state())  # attention without dropout draws nothing
+        fate = Saved.KEEP if self._visit is None else fate
+        values = tree_map(lambda x: self._wait(fate, x) if isinstance(x, Tensor) else x, result)
+        self._noted[key] = _Noted(fate, values, mark, proceed)
         return result
 
-    def _wait(self, moves: bool, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if moves and self._visit is not None and self._visit.store.movable(value):
-            return self._visit.put(value)
+    def _wait(self, fate: Saved, value: Tensor) -> Callable[[], Any]:
+        if fate is Saved.MOVE and self._visit is not None and self._visit.store.movable(value):
+            return partial(self._visit.put(value).fetch)
         # Without its graph, and with the count of versions that it has.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-            return _Here(value.detach(), value._version)
+            return partial(_unchanged, value.detach(), value._version)
 
     def _take(self, key: tuple[str, int], mark: int, fate: Saved, call: partial[Any]) -> Any:
         noted = self._noted.get(key)
@@ -116,21 +116,20 @@ class BlockResults:
             return call()
         if noted.fate is Saved.KEEP:
             del self._noted[key]  # who needs it from here on keeps it
-        waiting = tree_leaves(noted.values)
-        # An operator such as an in-place ReLU may have changed what was kept: it is computed again.
-        if any(isinstance(x, _Here) and x.value._version != x.version for x in waiting):
+        values = tree_map(lambda x: x() if isinstance(x, partial) else x, noted.values)
+        if any(value is Saved.RECOMPUTE for value in tree_leaves(values)):
             return call()
-        if noted.after is not None:
-            noted.after.set()
-        return tree_map(lambda x: x.fetch() if isinstance(x, _Here | KeptTensor) else x, noted.values)
+        if noted.proceed is not None:
+            noted.proceed()
+        return values
 
     def _tell_missing(self) -> None:
         missing = [name for name, number in self._plan.results if number >= self._numbers[name]]
         if missing and not _told:
             _told.append(self._name)
             _log.warning(
-                "the plan of activation_checkpointing names operators that %s does not call, as %s: its recomputation "
-                "computes again what the plan would have kept; plan for inputs of the shapes that are trained on",
+                "the plan of activation_checkpointing names operators that %s does not call, as %s, and computes again "
+                "what it would have kept; plan for inputs of the shapes that are trained on",
                 self._name,
                 missing[0],
             )
@@ -139,51 +138,30 @@ class BlockResults:
 _told: list[str] = []
 
 
-class _Here:
-    """A result that stays where it is."""
-
-    def __init__(self, value: Tensor, version: int) -> None:
-        self.value, self.version = value, version
-
-    def fetch(self) -> Tensor:
-        return self.value
-
-
 class _Noted(NamedTuple):
     """Result of one operator."""
 
     fate: Saved
-    values: Any  # with ``_Here`` and ``KeptTensor`` in place of tensors
+    values: Any  # with functions that return the tensors
     mark: int  # of the operators before
-    after: _Generator | None  # behind it, where it drew random numbers
+    proceed: Callable[[], Any] | None  # lets the generator that it drew from go on behind it
 
 
-class _Generator:
-    """State of a device's default generator of random numbers, as it is now."""
+def _unchanged(value: Tensor, version: int) -> Tensor | Saved:
+    """Return a kept result, or that it is computed again, as an operator such as a ReLU has changed it in place."""
+    return value if value._version == version else Saved.RECOMPUTE
 
-    def __init__(self, device: torch.device) -> None:
-        self._module: Any = torch.random if device.type == "cpu" else torch.get_device_module(device)
-        self._at = () if device.type == "cpu" else (device,)
-        self._state = self._module.get_rng_state(*self._at)
-        self._device = device
 
-    @classmethod
-    def of(cls, call: partial[Any]) -> _Generator | None:
-        """Return the one that an operator may draw from, if any."""
-        if torch.Tag.nondeterministic_seeded not in call.func.tags:  # type: ignore[attr-defined]
-            return None
-        device = next((x.device for x in tree_leaves((call.args, call.keywords)) if isinstance(x, Tensor)), None)
-        device = torch.device(call.keywords.get("device") or "cpu") if device is None else device
-        return None if device.type == "meta" else cls(device)
-
-    def moved(self) -> _Generator | None:
-        """Return the state of now if it is another one; it is the same behind attention without dropout."""
-        now = _Generator(self._device)
-        return None if torch.equal(now._state, self._state) else now
-
-    def set(self) -> None:
-        """Let the generator go on from here."""
-        self._module.set_rng_state(self._state, *self._at)
+def _generator(call: partial[Any]) -> torch.Generator | None:
+    """Return the default generator that an operator may draw random numbers from, if any."""
+    if torch.Tag.nondeterministic_seeded not in call.func.tags:  # type: ignore[attr-defined]
+        return None
+    named = torch.device(call.keywords.get("device") or "cpu")
+    device = next((x.device for x in tree_leaves((call.args, call.keywords)) if isinstance(x, Tensor)), named)
+    if device.type == "cpu":
+        return torch.default_generator
+    generators = getattr(getattr(torch, device.type, None), "default_generators", None)
+    return generators[device.index or 0] if generators else None
 
 
 class _Numbered(TorchDispatchMode):
@@ -200,21 +178,15 @@ class _Numbered(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._results, self._how = results, how
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         # Views have no memory of their own; operators of higher order have no schema.
         if not self._results.counts or not isinstance(func, torch._ops.OpOverload) or func.is_view:
-            return func(*args, **kwargs)
-        return self._results.dispatch(self._how, func, args, kwargs)
+            return func(*args, **(kwargs or {}))
+        return self._results.dispatch(self._how, func, args, kwargs or {})
 
 
 def compiled_contexts(plan: BlockPlan) -> Callable[[], tuple[Any, Any]]:
-    """Return the function that gives the contexts in which torch's compiler traces a block: as ``contexts`` there.
-
-    Moved results are kept.
-    """
+    """Return the function that gives the contexts in which torch's compiler traces a block; moved results are kept."""
 
     def contexts() -> tuple[Any, Any]:
         numbers: Counter[tuple[bool, str]] = Counter()
