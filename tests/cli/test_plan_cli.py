@@ -111,6 +111,25 @@ def test_a_model_of_transformers_is_traced(tiny: Path) -> None:
     assert json.loads(Path("plan/config.json").read_text())["huggingface"]["path"] == str(tiny)
 
 
+def test_a_plan_of_saved_tensors_is_listed(tiny: Path, tmp_path: Path) -> None:
+    section = {"enabled": True, "granularity": "auto", "budget_gb": 1.0}
+    document = {"train_batch_size": 4, "activation_checkpointing": section}
+    arguments = "--gpu", "l4", "--gpus", "1", "--sequence", "64", "--explain", "mine.json"
+    (tmp_path / "mine.json").write_text(json.dumps(document))
+    found = call(str(tiny), *arguments, "--json")
+    assert found.exit_code == 0, found.output
+    first, *blocks = json.loads(found.stdout)["saved"]
+    assert "computed again: 0 ms" in first
+    assert any("keeps all" in line for line in blocks)
+    section["budget_gb"] = 1e-6
+    (tmp_path / "mine.json").write_text(json.dumps(document))
+    refused = call(str(tiny), *arguments)
+    assert refused.exit_code == 2
+    assert "set activation_checkpointing.budget_gb to" in refused.output.replace("\n", " ")
+    # Of sizes alone, no operators are known.
+    assert "cannot be planned" in call("7b", *arguments).output.replace("\n", " ")
+
+
 @pytest.mark.parametrize("name", ["", "config.json"])
 def test_code_that_lies_in_the_folder_of_a_model_is_neither_run_nor_asked_about(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"

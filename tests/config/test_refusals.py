@@ -51,3 +51,33 @@ def test_a_row_is_read_by_initialize_and_by_the_planner() -> None:
 def test_a_row_accepts_the_defaults(number: int) -> None:
     when, _ = REFUSALS[number]
     assert not when(Settings())
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"enabled": True, "budget_gb": 2}, "only a plan keeps to a budget"),
+        ({"granularity": "auto", "budget_gb": 2}, "enabled to true"),
+        ({"enabled": True, "granularity": "auto", "targets": "Block"}, "activation_checkpointing.targets out"),
+        ({"enabled": True, "granularity": "auto", "cpu_checkpointing": True}, "what is moved to the host"),
+        ({"enabled": True, "granularity": "auto", "partition_activations": True}, "does not divide inputs"),
+        ({"enabled": True, "granularity": "auto", "budget_gb": 0}, "must be a number > 0"),
+    ],
+)
+def test_what_a_plan_of_saved_tensors_contradicts_is_refused(section: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Settings.load({"activation_checkpointing": section})
+
+
+def test_auto_is_a_value_where_it_means_something() -> None:
+    loaded = Settings.load({"activation_checkpointing": "auto", "context_parallel": {"strategy": "auto"}})
+    assert loaded.activation_checkpointing.planned
+    assert loaded.context_parallel.strategy == "auto"
+    with pytest.raises(ValueError, match="mesh.pipeline is 2"):
+        Settings.load({"activation_checkpointing": "auto", "mesh": {"pipeline": 2}})
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_plan_of_saved_tensors_needs_samples() -> None:
+    with pytest.raises(ValueError, match="pass training_data to initialize"):
+        zeromesh.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 2, "activation_checkpointing": "auto"})

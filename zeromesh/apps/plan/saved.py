@@ -22,6 +22,7 @@ from zeromesh.apps.plan.machine.calibration import reserved_margin
 from zeromesh.apps.plan.machine.cluster import Machine
 from zeromesh.apps.plan.machine.collective_times import wire
 from zeromesh.apps.plan.machine.rates import Habits, KernelSpeed
+from zeromesh.apps.plan.predict.durations import CONTEXT_SECONDS
 from zeromesh.apps.plan.predict.rank_memory import Moment, memory_of
 from zeromesh.base.saved_tensors import BlockPlan, Saved, SavedPlan
 from zeromesh.base.words import bytes_text
@@ -58,6 +59,7 @@ class BlockCost:
     name: str
     inputs: float  # bytes that the block keeps to be computed again
     everything: float  # bytes that it keeps without a checkpoint
+    recomputed: float  # bytes of both, when it has been computed again
     forward: float  # seconds
     backward: float  # seconds, without a recomputation
     recomputation: float  # seconds, with nothing kept
@@ -90,12 +92,12 @@ class BlockCost:
 
     def at_work(self, plan: BlockPlan) -> float:
         """Return the most bytes in its backward, when all that it needs is there again."""
-        return max(self.everything, self.inputs) + self.transient + self.beyond(plan)
+        return (self.everything if plan.keeps_all else self.recomputed) + self.transient + self.beyond(plan)
 
     def again(self, plan: BlockPlan) -> float:
         """Return the seconds of its recomputation."""
         seconds_kept = sum(x.seconds for x in self.candidates if x.key in plan.results)
-        return 0.0 if plan.keeps_all else self.recomputation - seconds_kept
+        return 0.0 if plan.keeps_all else max(0.0, self.recomputation - seconds_kept)
 
 
 @dataclass(frozen=True)
@@ -169,11 +171,14 @@ def _block(speed: KernelSpeed, unit: UnitCost) -> BlockCost:
         Candidate(call.key, size, seconds) for call, size, _, seconds in calls if call.keepable and size and seconds > 0
     )
     results = tuple((call.key, size - unsaved, unsaved) for call, size, unsaved, _ in calls)
-    inputs, everything = (unit.saved[policy].on(tensor, sequence) for policy in (Recompute.BLOCKS, Recompute.NONE))
+    policies = Recompute.BLOCKS, Recompute.NONE, Recompute.PLANNED
+    inputs, everything, both = (unit.saved[policy].on(tensor, sequence) for policy in policies)
     forward, backward = speed.total(unit.forward), speed.total(unit.input, True) + speed.total(unit.weight)
-    again = sum(seconds for *_, seconds in calls)
+    # A processor computes nothing while contexts run, in the forward and again.
+    contexts = 2 * CONTEXT_SECONDS * len(calls) if speed.device.processor else 0.0
+    again = sum(seconds for *_, seconds in calls) + contexts
     beyond = max(0.0, *(peak.on(tensor, sequence) for peak in (unit.forward_peak, unit.backward_peak)))
-    return BlockCost(unit.name, inputs, everything, forward, backward, again, beyond, candidates, results)
+    return BlockCost(unit.name, inputs, everything, both, forward, backward, again, beyond, candidates, results)
 
 
 def choose(costs: SavedCosts, budget: float) -> SavedPlan:
@@ -202,7 +207,7 @@ def choose(costs: SavedCosts, budget: float) -> SavedPlan:
 def _plans(costs: SavedCosts, budget: float) -> list[SavedPlan]:
     """Return plans of which one is the fastest: the last blocks keep all, the others share one choice by their kind."""
     total, plans = len(costs.blocks), []
-    for keeping in range(total + 1):
+    for keeping in range(total, -1, -1):  # the first of equals is taken: without checkpoints
         # The last blocks keep all: their bytes are free again when earlier blocks are computed again.
         checkpointed = total - keeping
         tails = (BlockPlan(keeps_all=True),) * keeping

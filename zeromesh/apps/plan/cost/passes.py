@@ -383,6 +383,8 @@ class _Trace:
             new_inputs = list({id(stored): stored for stored in new_inputs}.values())
             seen |= {id(stored) for stored in new_inputs}
             traced_unit.saved[Recompute.BLOCKS] = _sum(new_inputs)
+            # All that a block has while its backward goes on after a recomputation, until there is a plan.
+            traced_unit.saved[Recompute.PLANNED] = _sum([*{id(x): x for x in (*storages, *new_inputs)}.values()])
             kept_products = [
                 product for product in products.get(index, []) if traced_unit.block and id(product.stored) not in seen
             ]
