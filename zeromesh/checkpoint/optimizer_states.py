@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zeromesh.base.kernels.update_rules import state_dtype
+from zeromesh.base.kernels.update_rules import RULES, rule_of, state_dtype
 from zeromesh.base.optimizer_table import row_of
 from zeromesh.base.piece import Piece
 from zeromesh.base.split import Held
@@ -69,10 +69,11 @@ def require_same_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: 
     keys = _state_keys(reader)  # once: it goes through all names
     groups_of, scalars_of = reader.manifest.get("members", {}), reader.manifest["scalars"]
     of_group: dict[Any, set[str]] = {}
+    of_tables = {"step"} if _is_uncounted(optimizer) else set()
     for flat, piece in pieces(sharded):
         tensors = [key for key in keys if f"optimizer/{key}/{piece.name}" in reader.names]
         # An update reads all states of a parameter or, before the first one, makes all; it would stop in its middle.
-        states = {*tensors, *scalars_of.get(piece.name, {})}
+        states = {*tensors, *scalars_of.get(piece.name, {})} - of_tables
         # Files that do not name the groups of parameters do not tell which have the same.
         alike = of_group.setdefault(groups_of[piece.name], states) if states and piece.name in groups_of else states
         if is_elementwise and alike != states and f"parameter/{piece.name}" in reader.names:
@@ -95,6 +96,12 @@ def require_same_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: 
                     f"shape {piece.shape}; load it with ZeRO-0 (zero_optimization.stage = 0), or pass "
                     "load_optimizer_states=False"
                 )
+
+
+def _is_uncounted(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer is one that counts no steps."""
+    rules = [rule_of(optimizer, group) for group in optimizer.param_groups]
+    return all(rule is not None and not RULES[rule].counted for rule in rules)
 
 
 def _by_row(piece: Piece, shape: tuple[int, ...]) -> bool:
@@ -141,6 +148,10 @@ def load_optimizer(sharded: ShardedModel, optimizer: Optimizer, reader: Reader) 
                 )
         for key, value in reader.manifest["scalars"].get(piece.name, {}).items():
             state[key] = state_number(key, value, piece.parameter, groups.get(id(piece.parameter), {}))
+        if _is_uncounted(optimizer) and flat not in sharded.tables.flats:
+            state.pop("step", None)
+        elif _is_uncounted(optimizer) and state:  # a table counts all the same, to tell the first step from others
+            state.setdefault("step", torch.tensor(1.0))
 
 
 def load_rows(sharded: ShardedModel, window: StateWindow, reader: Reader) -> None:
