@@ -108,8 +108,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
             for kind in ("sliding_attention", "full_attention")
         },
     },
+    "canine": {"num_hash_buckets": 64},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
     "dots3_note": {"text_config": SLIDING}, "dots3_note_text": SLIDING,
+    "esmc": {"num_key_value_heads": 4, "head_dim": 8},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma4_assistant": {
         "text_config": {
@@ -121,8 +123,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local", "local"], 1]]},
     "helium": {"head_dim": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "full_attention"], "num_dense_layers": 1},
+    "lilt": {"hidden_size": 48},
     "longcat_flash": {"zero_expert_num": 2},
+    "luke": {"entity_vocab_size": VOCABULARY, "entity_emb_size": 32},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2},
+    "markuplm": {"max_depth": 4, "xpath_unit_hidden_size": 8, "max_xpath_tag_unit_embeddings": 220},
     "musicgen": {"decoder": {"num_codebooks": 1}},
     "musicgen_melody": {"decoder": {"num_codebooks": 1}},
     "moshi": {"audio_vocab_size": VOCABULARY},
@@ -198,13 +203,14 @@ def _tiny(kind: Any, special: dict[str, Any]) -> Any:
     )
 
 
-def configuration(name: str) -> Any:
-    """A tiny one for a type of models."""
+def configuration(name: str, kind: Any = None) -> Any:
+    """A tiny one for a type of models, and one class of them; None: the causal one."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config = _tiny(transformers.CONFIG_MAPPING[name], SPECIAL.get(name, {}))
-    wanted = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]).config_class
+    kind = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]) if kind is None else kind
+    wanted = kind.config_class
     return config if wanted is None or isinstance(config, wanted) else config.get_text_config(decoder=True)
 
 
@@ -268,6 +274,7 @@ def throughout(dtype: torch.dtype) -> Iterator[None]:
     if dtype is not torch.float64:
         yield
         return
+    same.__name__ = "softmax"  # by which rules know it
     replaced = {stays_typed: to_type, stays: to, stays_double: to_float, same: softmax}
     with (
         patch.object(torch.Tensor, "type", stays_typed),

@@ -219,7 +219,7 @@ def require_equal(names: list[str], config: dict[str, Any]) -> None:
             assert found[number] == pytest.approx(want, rel=2**-8 if name == "code: autocast" else 1e-9), name
 
 
-CONTEXT = {"mesh": {"context": RANKS}}
+CONTEXT = {"mesh": {"context": RANKS}, "context_parallel": {"strategy": "ring"}}
 SEQUENCE = {"mesh": {"tensor": RANKS}, "tensor_parallel": {"sequence": True}}
 FEW = ["code: experts", "code: written", "rotary: outer", "loss: chosen", "fused"]
 

@@ -374,7 +374,7 @@ def train_ways(names: list[str], config: dict[str, Any]) -> list[str]:
 
 
 def test_an_engine_refuses_ways_that_compute_over_tokens() -> None:
-    config = {"mesh": {"context": RANKS}, "zero_optimization": {"stage": 3}}
+    config = {"mesh": {"context": RANKS}, "zero_optimization": {"stage": 3}, "context_parallel": {"strategy": "ring"}}
     names = ["another norm", "weights", "a counter"]
     for accepted, weights, refused in run_ranks(train_ways, RANKS, names, config):
         assert not accepted

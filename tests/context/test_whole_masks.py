@@ -169,6 +169,6 @@ def test_masks_that_cannot_be_made_exactly_are_refused() -> None:
     with pytest.raises(Unsupported, match="a mask of its own, by blockwise_overlay"):
         create_causal_mask(**arguments, block_sequence_ids=torch.zeros(2, 8, dtype=torch.long))
     opt = model_of("OPTForCausalLM", ffn_dim=64, word_embed_proj_dim=32)
-    apply(opt, "auto", fake(2))
+    apply(opt, "ulysses", fake(2))
     with pytest.raises(ValueError, match="counts positions by attention_mask, .* pad at the end"):
         opt(ids, attention_mask=LEFT)

@@ -89,6 +89,16 @@ def test_a_run_on_a_mesh_is_the_run_of_one_process(name: str, corpus: Path, alon
     assert_same_run(tmp_path / "run", alone)
 
 
+def test_packed_documents_train_on_two_ranks_as_in_one_process(corpus: Path, tmp_path: Path) -> None:
+    data = {"train": str(corpus), "suffixes": [".py"], "validation_fraction": 0.3, "vocabulary_size": 270}
+    data["document_attention"] = True
+    (tmp_path / "alone").mkdir()
+    assert call("train", config(corpus, tmp_path / "alone", data=data), "--set", "run.steps=2").exit_code == 0
+    spread = config(corpus, tmp_path, data=data, mesh={"context": 2})
+    run_ranks(train, 2, spread, ["run.steps=2"], resume=False, timeout=120)
+    assert_same_run(tmp_path / "run", tmp_path / "alone" / "run")
+
+
 @pytest.mark.full
 def test_a_run_goes_on_under_another_mesh(corpus: Path, alone: Path, tmp_path: Path) -> None:
     run_ranks(train, 2, config(corpus, tmp_path, mesh={"context": 2}), ["run.steps=2"], resume=False, timeout=120)
@@ -123,7 +133,14 @@ def test_ranks_that_split_layers_drop_the_same(corpus: Path, tmp_path: Path) -> 
         ),
         ({"mesh": {"tensor": 3}}, "mlp.down .rowwise.: a width of 64 cannot be split over 3 ranks"),
         ({"mesh": {"tensor": 2}, "tensor_parallel": {"plan": {"blocs.*": "colwise"}}}, "'blocs.*' matches no module"),
-        ({"mesh": {"context": 2}, "data": {"document_attention": True}}, "cannot hide the documents of a sample"),
+        (
+            {
+                "mesh": {"context": 2},
+                "context_parallel": {"strategy": "ring"},
+                "data": {"document_attention": True},
+            },
+            "the strategy ring cannot hide the documents of a sample",
+        ),
     ],
 )
 def test_samples_that_cannot_be_spread_are_refused(changes, message, corpus, tmp_path) -> None:

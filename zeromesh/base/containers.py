@@ -1,4 +1,4 @@
-"""Search and replacement of the tensors in nested containers."""
+"""Search and replacement of the tensors, and of the numbers, in nested containers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import copy
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from contextlib import suppress
+from enum import IntEnum
 from typing import Any
 
+import numpy
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
@@ -105,3 +107,13 @@ def moved(value: Any, device: torch.device) -> Any:
     if not tensors_of(value) and not isinstance(value, type) and callable(to := getattr(value, "to", None)):
         return to(device)
     return map_tensors(value, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def plain_numbers(value: Any) -> Any:
+    """Return nested arguments with NumPy's whole numbers, and those with names, as Python's: rules know no others."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind(map(plain_numbers, value))
+    if kind is slice:
+        return slice(*map(plain_numbers, (value.start, value.stop, value.step)))
+    return int(value) if isinstance(value, numpy.integer | IntEnum) else value

@@ -196,9 +196,9 @@ class ContextParallel(Section):
     """Context parallelism: sequences split over ranks. mesh.context sets the number of ranks."""
 
     strategy: Literal["ring", "ulysses", "auto"] = key(
-        "ring",
+        "auto",
         "ring: ranks pass keys and values on. ulysses: each rank computes some heads on all tokens. auto: ring for "
-        "plain causal attention, and where the ranks do not divide the heads; else ulysses.",
+        "causal attention and where ranks do not divide the heads, else ulysses; any other code on parts of sequences.",
     )
     unchecked: list[str] = key(
         [], "Names of modules that compute each token by itself, though a check of the code cannot tell; * for parts."

@@ -102,9 +102,9 @@ class TrainerMixin:
         outputs = super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
         if self._context == 1 or prediction_loss_only:
             return outputs
-        group = self.model_wrapped.mesh.group("context")  # type: ignore[attr-defined]
+        spread = self.model_wrapped.context_parallel  # type: ignore[attr-defined]
         # Each rank has the predictions of its part, and all labels.
-        return outputs[0], map_tensors(outputs[1], partial(whole_sequences, group=group)), outputs[2]
+        return outputs[0], map_tensors(outputs[1], partial(whole_sequences, spread=spread)), outputs[2]
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any

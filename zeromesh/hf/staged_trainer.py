@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from zeromesh.checkpoint.packing import broadcast_value
 from zeromesh.comm.agreement import texts
-from zeromesh.comm.collectives import Group
 from zeromesh.engine.batches import WithLoss
-from zeromesh.parallel.context.sequence_order import gathered_order
+from zeromesh.parallel.context.applied import SpreadSequences
+from zeromesh.parallel.context.sequence_order import gathered_order, reordered
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,15 @@ def outputs_of(engine: Any, names: tuple[str, ...] | None, **inputs: Any) -> Any
     return ModelOutput(moved)  # type: ignore[no-untyped-call]
 
 
-def whole_sequences(part: torch.Tensor, group: Group) -> torch.Tensor:
+def whole_sequences(part: torch.Tensor, spread: SpreadSequences) -> torch.Tensor:
     """Return an output of one entry per token for all tokens, of the ranks that share sequences. Collective."""
-    parts = [torch.empty_like(part) for _ in range(group.size)]
-    dist.all_gather(parts, part.contiguous(), group=group.process_group)
+    if part.shape in spread.whole_outputs:
+        return part
+    parts = [torch.empty_like(part) for _ in range(spread.group.size)]
+    dist.all_gather(parts, part.contiguous(), group=spread.group.process_group)
+    if spread.consecutive:
+        return torch.cat(parts, 1)
     chunks = [chunk for rank_part in parts for chunk in rank_part.chunk(2, 1)]
-    order = gathered_order(group.size)
-    return torch.cat([chunks[order.index(number)] for number in range(len(order))], 1)
+    order = gathered_order(spread.group.size)
+    joined = torch.cat([chunks[order.index(number)] for number in range(len(order))], 1)
+    return joined if spread.order is None else reordered(joined, spread.order.argsort(1))

@@ -193,10 +193,12 @@ def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> P
     """Return the text as tokens; raise ValueError if it is wrong, too short, or does not suit the model."""
     length = job.language.sequence_length
     prepared = prepare(job.data, job.folder.text, may_write, length, console)
-    if prepared.document_attention and _mesh(job)["context"] > 1:
+    strategy = job.settings.context_parallel.strategy
+    hides = strategy != "ring" if isinstance(job.language, Transformer) else strategy == "auto"
+    if prepared.document_attention and _mesh(job)["context"] > 1 and not hides:
         raise ValueError(
-            "mesh.context > 1: attention over several ranks cannot hide the documents of a sample from each "
-            'other; set data.document_attention to false, data.packing to "pad", or mesh.context to 1'
+            f"mesh.context > 1: the strategy {strategy} cannot hide the documents of a sample from each other; leave "
+            "context_parallel.strategy out, which any mask works with, or set data.document_attention to false"
         )
     pairs = [part.pairs for part in (*prepared.train, *prepared.validation)]
     if any(pairs) and job.settings.dpo is None:

@@ -196,8 +196,13 @@ def require_document_attention(engine: Engine, language: LanguageModel, vocabula
     tokens = torch.stack(rows)
     documents = torch.tensor([0] * PROBE + [1] * PROBE).expand_as(tokens)
     positions = torch.arange(PROBE).repeat(2).expand_as(tokens)
-    if _Trial(Batch(tokens, tokens, positions, documents), language, slice(PROBE, None)).differs(engine):
+    spread = engine.context_parallel
+    with nullcontext() if spread is None else spread.paused():
+        differs = _Trial(Batch(tokens, tokens, positions, documents), language, slice(PROBE, None)).differs(engine)
+    if differs:
         raise leaks
+    if spread is not None and not isinstance(language, Transformer):
+        spread.follow_code(ValueError(f"{language.name} hides the documents of a sample from each other"))
 
 
 def require_causal(engine: Engine, language: LanguageModel, vocabulary: int) -> None:

@@ -131,7 +131,11 @@ class Placing:
             from zeromesh.parallel.context.spread_model import apply as apply_context
 
             chosen, group = plan.settings.context_parallel, plan.mesh.group("context")
-            return apply_context(plan.model, chosen.strategy, group, unchecked=chosen.unchecked)
+            checkpointing = plan.settings.activation_checkpointing
+            others = [f"mesh.{axis}" for axis in ("tensor", "pipeline", "expert") if plan.mesh.sizes[axis] > 1]
+            others += ["activation_checkpointing.granularity"] * (checkpointing.granularity == "selective")
+            others += ["compile"] * plan.settings.compile.enabled + ["tiling"] * bool(plan.tiled)
+            return apply_context(plan.model, chosen.strategy, group, unchecked=chosen.unchecked, others=others)
 
         self.sequences = agree_run(plan.world, "spread its sequences over ranks", spread)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +18,8 @@ from zeromesh.parallel.context import spread_batch as batch
 from zeromesh.parallel.context.pair_rules import CausalPairs
 from zeromesh.parallel.context.sequence_order import keep, reordered
 from zeromesh.parallel.context.spread_attention import AUTO, Attention, attend, by_heads, ring
+
+_log = logging.getLogger("zeromesh")
 
 
 class Unsupported(ValueError):
@@ -35,15 +38,21 @@ class SpreadSequences:
         active: True if the model's sequences are spread at present.
         sends: False within ``without_messages``.
         losses: number of calls of the model's loss function since the forward began.
+        whole_outputs: shapes of what the last forward of ``consecutive`` tokens returned whole.
+        others: settings together with which ``consecutive`` is refused.
+        forwards: number of forwards that have ended without ``consecutive``.
+        consecutive: True if a rank has consecutive tokens, and not those of ``sequence_order.py``.
         order: tokens of the present batch in the order in which they are cut, int64 of shape (samples, sequence);
             None: as they are.
     """
 
     def __init__(self, strategy: str, group: Group, tag: int) -> None:
         self.strategy, self.group, self.tag = strategy, group, tag
-        self.active, self.sends = True, True
+        self.active, self.sends, self.consecutive = True, True, False
+        self.whole_outputs: set[torch.Size] = set()
+        self.others: Sequence[str] = ()
         self.order: Tensor | None = None
-        self._attentions = self.losses = 0
+        self._attentions = self.losses = self.forwards = 0
         # A compiler cannot follow messages between ranks, and would compile anew for each number of calls.
         self._uncompiled = torch.compiler.disable(self._attend)
         self._uncompiled_by_heads = torch.compiler.disable(self._attend_by_heads)
@@ -56,11 +65,30 @@ class SpreadSequences:
 
     def part(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's part of a tensor of whole sequences, such as labels: (samples, sequence, ...)."""
+        if self.consecutive:
+            return x.chunk(self.group.size, dim)[self.group.rank]
         return keep(x if self.order is None else reordered(x, self.order), self.group.rank, self.group.size, dim)
+
+    @property
+    def replaces(self) -> bool:
+        """True if attention is replaced by one over the ranks at present."""
+        return self.active and not self.consecutive
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SpreadSequences:
         """Return the same object: a copy of a model is spread over the same ranks."""
         return self
+
+    def follow_code(self, reason: ValueError) -> None:
+        """Give the model's code parts of sequences that stand for the whole; raise the reason if others forbid it."""
+        if self.others:
+            reason.add_note(f"parts of sequences that stand for the whole do not work with {', '.join(self.others)}")
+            raise reason
+        self.consecutive = True
+        _log.warning("%s; under the strategy auto its code is given tokens of all ranks where it needs them", reason)
+
+    def count_forward(self) -> None:
+        """Count a forward that has ended without ``consecutive``; none of them is counted while paused."""
+        self.forwards += self.active
 
     @contextmanager
     def paused(self) -> Iterator[None]:

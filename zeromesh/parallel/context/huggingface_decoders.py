@@ -7,7 +7,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import partial, update_wrapper
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -73,7 +73,8 @@ def install(model: Any, applied: SpreadSequences, unchecked: Sequence[str] = ())
         weakref.finalize(model, table._global_mapping.pop, name, None)
     model.set_attn_implementation(name)
     if "labels" in parameters_of(type(model)):
-        model.loss_function = partial(_loss, model.loss_function, applied, _shifts(model))
+        loss = model.loss_function
+        model.loss_function = update_wrapper(partial(_loss, loss, applied, _shifts(model)), loss)
     if any(type(module).__module__.partition(".")[0] not in _KNOWN for module in model.modules()):
         parts.check = check_of(model, applied, unchecked, trusted="transformers")
         parts.check.install(model)
@@ -133,10 +134,20 @@ def _require_kinds(model: Any) -> None:
         if kind not in replaced:
             what = f"layer {number} of {type(model).__name__}"
             raise refuse(what, f"it is of the kind {kind}, not {' or '.join(replaced)}")
-    for path, _ in model.named_modules():
+    for path, module in model.named_modules():
+        if reason := _OVER_TOKENS.get(type(module).__name__):
+            raise refuse(f"{path} ({type(module).__name__})", reason)
         if path.rpartition(".")[2] == "pooler":
             reason = "it reads the first token, which one rank has"
             raise refuse(path, reason, "build the model with add_pooling_layer=False, or set mesh.context to 1")
+
+
+# Modules of transformers' models that compute over tokens beside their attention, and what.
+_OVER_TOKENS = {
+    "DogeAttention": "its mask follows from the values of all tokens",
+    "EsmEmbeddings": "it counts the masked tokens of whole sequences",
+    "MobileBertEmbeddings": "it joins each token's embedding with its neighbours'",
+}
 
 
 def _counted_positions(model: nn.Module | None, named: Mapping[str, Any]) -> Tensor | None:
@@ -172,7 +183,7 @@ class _Parts:
 
     def run(self, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         applied = self._applied
-        if not applied.active:
+        if not applied.replaces:
             return forward(*args, **kwargs)
         named, name = named_arguments(self._kind, args, kwargs), self._kind.__name__
         if named.get("past_key_values") is not None:
@@ -215,7 +226,7 @@ class _Parts:
         **extras: Any,
     ) -> tuple[Tensor, None]:
         """Attention function in the signature of transformers."""
-        if not self._applied.active:
+        if not self._applied.replaces:
             attention = sys.modules[type(module).__module__].eager_attention_forward if self._own is None else self._own
             output: tuple[Tensor, None] = attention(
                 module,
@@ -316,7 +327,7 @@ class _Parts:
 
     def mask(self, *args: Any, **kwargs: Any) -> Any:
         """Return the mask of whole sequences, in the signature of transformers; None where attention is causal."""
-        if not self._applied.active:
+        if not self._applied.replaces:
             return self._own_mask(*args, **kwargs)
         name, applied, (rows, length) = self._kind.__name__, self._applied, self._whole.shape
         ranks, shape = applied.group.size, (rows, 1, length, length)
@@ -347,7 +358,7 @@ def _whole(model: Any, named: Mapping[str, Any], counted: Tensor | None) -> Whol
     mask, positions = named.get("attention_mask"), named.get("position_ids")
     if mask is not None:
         if mask.shape != shape:
-            raise ValueError(
+            raise batch.NotCut(
                 f"attention_mask has shape {tuple(mask.shape)}, but it must have that of the tokens, {shape}: context "
                 "parallelism makes masks of pairs itself; give one of tokens, or set mesh.context to 1"
             )
@@ -355,7 +366,7 @@ def _whole(model: Any, named: Mapping[str, Any], counted: Tensor | None) -> Whol
         if positions is None and counted is None and bool((mask[:, 1:] > mask[:, :-1]).any()):
             for module in model.modules():
                 if isinstance(module, nn.Embedding) and "attention_mask" in parameters_of(type(module)):
-                    raise ValueError(
+                    raise batch.NotCut(
                         f"{type(module).__name__} counts positions by attention_mask, which hides tokens that come "
                         "before others: pad at the end, give position_ids, or set mesh.context to 1"
                     )
@@ -374,7 +385,7 @@ def _loss(
     loss: Any, applied: SpreadSequences, shifts: bool, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Compute a model's loss of labels that are shifted already, of this rank's part of the sequence."""
-    if not applied.active:
+    if not applied.replaces:
         return loss(logits, labels, *args, **kwargs)
     shifted = {"shift_labels": labels} if shifts else {}
     return applied.mean_loss(loss(logits, labels, *args, **shifted, **kwargs), labels)

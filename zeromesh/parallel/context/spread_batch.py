@@ -20,6 +20,10 @@ LABELS = ("labels", "shift_labels")
 POSITIONS = ("position_ids", "positions")
 
 
+class NotCut(ValueError):
+    """A batch that has more than plainly causal sequences, or something that is not known to be cut."""
+
+
 def split(
     batch: Mapping[str, Any],
     group: Group,
@@ -40,7 +44,7 @@ def split(
     parts = {name: value for name, value in batch.items() if value is not None}
     first = next((parts[name] for name in TOKENS if name in parts), None)
     if first is None:
-        raise ValueError(f"the batch has {', '.join(parts) or 'nothing'}, but none of {', '.join(TOKENS)} to be cut")
+        raise NotCut(f"the batch has {', '.join(parts) or 'nothing'}, but none of {', '.join(TOKENS)} to be cut")
     size, length = first.shape[:2]
     # Before anything is cut, as the next token of a rank's last one is on another rank.
     labels, shifted = parts.pop("labels", None), parts.pop("shift_labels", None)
@@ -54,13 +58,13 @@ def split(
         _require_causal_mask(mask, labels, (size, length))
     documents = parts.pop("documents", None)
     if documents is not None and bool((documents != documents[:, :1]).any()):
-        raise ValueError(
+        raise NotCut(
             "a row has several documents that must not see each other, which context-parallel attention cannot hide: "
             "give one document per row, let documents see each other, or set mesh.context to 1"
         )
     where = next((parts.pop(name) for name in POSITIONS if name in parts), None)
     if where is not None and (where.ndim != 2 or (not masked and bool((where.diff() != 1).any()))):
-        raise ValueError(
+        raise NotCut(
             f"positions of shape {tuple(where.shape)} do not count up by one along dim 1; where they start anew, "
             "they stand for packed documents, which context-parallel attention cannot hide from each other: leave "
             "them out, give one document per row, or set mesh.context to 1"
@@ -73,7 +77,7 @@ def split(
     names = {*TOKENS, *LABELS, positions}
     for name, value in parts.items():
         if isinstance(value, Tensor) and value.ndim and name not in names:
-            raise ValueError(
+            raise NotCut(
                 f"the batch has a tensor {name} of shape {tuple(value.shape)}, and it is not known how a sequence in "
                 f"it is cut over context-parallel ranks; known are {', '.join((*TOKENS, *LABELS, *POSITIONS))}, and "
                 "attention_mask: leave it out, or set mesh.context to 1"
@@ -96,7 +100,7 @@ def _require_causal_mask(mask: Tensor, labels: Tensor | None, shape: tuple[int, 
     elif labels is not None and bool((labels.ne(IGNORE_LABEL) & mask.eq(0)).any()):
         reason = f"hidden tokens have labels: give them the label {IGNORE_LABEL}"
     if reason:
-        raise ValueError(
+        raise NotCut(
             "context-parallel attention is causal without a mask, which leaves out padding only where no token that "
             f"counts would see it; of this attention_mask, {reason}"
         )

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
 from zeromesh.comm.collectives import Group
+from zeromesh.parallel.context import followed_sequences as followed
 from zeromesh.parallel.context import huggingface_decoders as huggingface
 from zeromesh.parallel.context import torch_attention as plain
-from zeromesh.parallel.context.applied import SpreadSequences
+from zeromesh.parallel.context.applied import SpreadSequences, Unsupported, refuse
 from zeromesh.parallel.context.spread_attention import AUTO, STRATEGIES
 
 TAG = 8  # first of three on the context axis that nothing else uses
 
 
 def apply(
-    model: nn.Module, strategy: str, group: Group, tag: int = TAG, unchecked: Sequence[str] = ()
+    model: nn.Module,
+    strategy: str,
+    group: Group,
+    tag: int = TAG,
+    unchecked: Sequence[str] = (),
+    others: Sequence[str] = (),
 ) -> SpreadSequences:
     """Change a model in place: it is called as before, with whole sequences, and each rank computes its part.
 
@@ -34,13 +41,25 @@ def apply(
     if strategy not in (*STRATEGIES, AUTO):
         raise ValueError(f"the strategy is {strategy!r}, but it must be one of {', '.join((*STRATEGIES, AUTO))}")
     applied = SpreadSequences(strategy, group, tag)
+    applied.others = others
     if group.size == 1:
         return applied
     # To import transformers takes seconds, and a model of it cannot be there without.
     utils = sys.modules.get("transformers.modeling_utils")
     models = [module for module in model.modules() if utils is not None and isinstance(module, utils.PreTrainedModel)]
-    if models:
-        huggingface.install(models[0], applied, unchecked)
-    else:
-        plain.install(model, applied, unchecked)
+    target: Any = models[0] if models else model
+    try:
+        if models:
+            config = target.config
+            if strategy == AUTO and config.get_text_config(decoder=True) is not config:
+                raise refuse(type(target).__name__, "its sequences may have images or sounds, with masks of their own")
+            huggingface.install(target, applied, unchecked)
+        else:
+            plain.install(target, applied, unchecked)
+    except Unsupported as error:
+        if strategy != AUTO:
+            raise
+        applied.follow_code(error)
+    if strategy == AUTO:
+        followed.install(target, applied)
     return applied

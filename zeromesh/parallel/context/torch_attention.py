@@ -87,7 +87,7 @@ def _run(
     **kwargs: Any,
 ) -> Any:  # by position alone: a model's own argument may have any of these names
     """Cut the arguments of the model's forward, and take the mean of its losses."""
-    if not applied.active:
+    if not applied.replaces:
         return forward(*args, **kwargs)
     applied.begin()
     part = batch.split(named_arguments(kind, args, kwargs), applied.group, positions, shift=False)
@@ -163,7 +163,7 @@ class _Interception(Following):
         self._name, self._applied = name, applied
 
     def run(self, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if not self._applied.active:
+        if not self._applied.replaces:
             return forward(*args, **kwargs)
         outer = _inside.get()
         token = _inside.set(self)

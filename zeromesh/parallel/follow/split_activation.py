@@ -6,18 +6,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import wraps
 from threading import get_ident
 from types import FrameType
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from zeromesh.base.containers import map_tensors, tensors_of
+from zeromesh.base.containers import map_tensors, plain_numbers, tensors_of
 from zeromesh.base.dry.model_copy import OURS, TORCH
 from zeromesh.base.in_place import version, writes
 from zeromesh.comm.collectives import Group
@@ -26,8 +24,7 @@ from zeromesh.parallel.tensor.random_streams import RandomStreams
 
 # A layer that is split by columns gives a part of its output. Code of a class that nobody knows may do anything with
 # it. So the part knows the dim that is split: functions for which there is a rule (``split_rules.py``) compute on the
-# part, and all others are given the whole, which is gathered for them. Whatever the code does, the result is that of
-# one process; the rules decide only how much is sent.
+# part, and all others get the whole, gathered for them. Whatever the code does, the result is that of one process.
 
 
 @dataclass(frozen=True)
@@ -71,6 +68,10 @@ class Axis:
     def apart(self) -> AbstractContextManager[None]:
         """Let each rank draw its own random numbers in this context."""
         return nullcontext()
+
+    def again(self, result: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        """Return the result of a function that needed these activations whole; this rank's part of it, if it may be."""
+        return result
 
     def wish(self, split_dim: SplitDim, lengths: list[int]) -> None:
         """Note that the dim would not have to be gathered here if its sections had these lengths."""
@@ -169,6 +170,11 @@ _sealed: dict[int, Sealed] = {}
 """Thread -> the context that is in force there."""
 
 
+def is_sealed() -> bool:
+    """Return whether a context of ``Sealed`` is in force in this thread."""
+    return get_ident() in _sealed
+
+
 def _is_by_rule(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code.co_filename.startswith(TORCH):
         frame = frame.f_back
@@ -239,16 +245,6 @@ class SplitActivation(Tensor):
             return f"SplitActivation(shape={tuple(shape)}, dtype={self.dtype}, dim {split_dim.dim} is split)"
 
 
-def plain_numbers(value: Any) -> Any:
-    """Return nested arguments with NumPy's whole numbers, and those with names, as Python's: rules know no others."""
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return kind(map(plain_numbers, value))
-    if kind is slice:
-        return slice(*map(plain_numbers, (value.start, value.stop, value.step)))
-    return int(value) if isinstance(value, numpy.integer | IntEnum) else value
-
-
 def part_of(x: Tensor) -> Tensor:
     """Return what this rank holds, as a plain tensor."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -301,7 +297,14 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 _refuse(func, [x])
             x.copy_(x.axis.take(gathered, x.split_dim))
             written[id(gathered)] = x
-    return map_tensors(result, lambda x: written[id(x)] if id(x) in written else _read_only(x, sources))
+    splits = list(sources.values())
+
+    def returned(x: Tensor) -> Tensor:
+        if id(x) in written:
+            return written[id(x)]
+        return splits[0].axis.again(x, splits) if splits and _memory(x) not in sources else _read_only(x, sources)
+
+    return map_tensors(result, returned)
 
 
 _PARTS = (SplitActivation,)

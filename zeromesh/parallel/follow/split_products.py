@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from string import ascii_letters
 from typing import Any
@@ -47,7 +48,7 @@ def _matmul(func: Any, args: Args, kwargs: Kwargs) -> Any:
             return axis.sum(func(*map(part_of, args)))
         if not same or places[0] != places[1] or places[0] > -3:
             # The one over whose split dim the product sums, else the smaller one.
-            sums = places[1] == -2 or (places[0] != -1 and args[0].numel() > args[1].numel())
+            sums = places[1] == -2 or (places[0] != -1 and args[0].numel() >= args[1].numel())
             return _matmul(
                 func, tuple(whole(operand) if n == sums else operand for n, operand in enumerate(args)), kwargs
             )
@@ -79,6 +80,8 @@ def _attention(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if not is_split(query) or any(getattr(operand, "ndim", 0) != query.ndim for operand in (key, value)):
         return NotImplemented
     place, split_dim, axis = query.split_dim.dim - query.ndim, query.split_dim, query.axis
+    if place == -2:
+        return _attention_of_rows(func, arguments)
     if place > -3:
         return NotImplemented
     operands: dict[str, Tensor] = {"query": query}
@@ -107,6 +110,20 @@ def _attention(func: Any, args: Args, kwargs: Kwargs) -> Any:
     else:
         result = func(**now)
     return as_parts(result, replace(split_dim, sources=sources), axis)
+
+
+def _attention_of_rows(func: Any, arguments: Kwargs) -> Any:
+    """Compute attention of this rank's queries to all keys."""
+    query: Any = arguments["query"]
+    split_dim, axis, mask = query.split_dim, query.axis, whole(arguments.get("attn_mask"))
+    arguments |= {name: whole(arguments[name]) for name in ("key", "value")}
+    if arguments.pop("is_causal", False):
+        mask = query.new_ones(split_dim.size, arguments["key"].shape[-2], dtype=torch.bool).tril()
+    if mask is not None and (mask := beside(mask, -2, split_dim, axis)) is None:
+        return NotImplemented
+    with axis.apart() if arguments.get("dropout_p") else nullcontext():
+        result = func(**arguments | {"query": part_of(query), "attn_mask": mask})
+    return as_parts(result, split_dim, axis)
 
 
 @rule("einsum", anywhere=True)

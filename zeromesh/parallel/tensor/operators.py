@@ -17,6 +17,7 @@ from zeromesh.comm.collectives import Group, Pending
 CONJUGATES = {
     "copy": ("nothing", "sum"),  # f
     "sum": ("sum", "nothing"),  # g
+    "total": ("sum", "sum"),  # where each rank uses the sum in a share of the loss
     # For the input of split layers: each rank has a share of the gradient of the whole, so the shares are summed.
     "gather": ("gather", "scatter"),
     "scatter": ("scatter", "gather"),
