@@ -12,7 +12,7 @@ from test_context import TAG, context, operands, results
 from zeromesh.parallel.context import pair_rules
 from zeromesh.parallel.context.attention_block import PRODUCTS, AttentionBlock, attend, gradients
 from zeromesh.parallel.context.document_order import BALANCE, order_of
-from zeromesh.parallel.context.pair_rules import Rule, RulePairs
+from zeromesh.parallel.context.pair_rules import PairRule, RulePairs
 from zeromesh.parallel.context.sequence_order import keep, reordered
 from zeromesh.parallel.context.spread_attention import ring
 
@@ -21,18 +21,18 @@ SHAPE = {"heads": 4, "key_heads": 2, "length": LENGTH, "value_width": 6}
 INDEX = torch.arange(LENGTH)[None]
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 3 + [2] * 24 + [3] * 16, [0] * 12 + [1] * 12 + [2] * 12 + [3] * 12])
 HIDDEN = torch.tensor([[1] * 13 + [0] * 35, [1] * 2 + [0] * 46])
-CAUSAL = Rule("causal", INDEX, INDEX, 0)
-DOCUMENT = Rule("document", DOCUMENTS, DOCUMENTS, 0, 0)
-RULES: dict[str, list[Rule]] = {
+CAUSAL = PairRule("causal", INDEX, INDEX, 0)
+DOCUMENT = PairRule("document", DOCUMENTS, DOCUMENTS, 0, 0)
+RULES: dict[str, list[PairRule]] = {
     "causal": [CAUSAL],
-    "window": [CAUSAL, Rule("window", INDEX, INDEX, high=6)],
-    "window of both sides": [Rule("window", INDEX, INDEX, -5, 5)],
-    "chunks": [CAUSAL, Rule("chunk", INDEX // 7, INDEX // 7, 0, 0)],
-    "padding first": [CAUSAL, Rule("padding", 0 * HIDDEN, HIDDEN, 0, 0)],
-    "padding last, of both sides": [Rule("padding", 0 * HIDDEN, HIDDEN.flip(1), 0, 0)],
-    "prefix": [Rule("causal", INDEX, INDEX * (INDEX >= 10), 0)],
+    "window": [CAUSAL, PairRule("window", INDEX, INDEX, high=6)],
+    "window of both sides": [PairRule("window", INDEX, INDEX, -5, 5)],
+    "chunks": [CAUSAL, PairRule("chunk", INDEX // 7, INDEX // 7, 0, 0)],
+    "padding first": [CAUSAL, PairRule("padding", 0 * HIDDEN, HIDDEN, 0, 0)],
+    "padding last, of both sides": [PairRule("padding", 0 * HIDDEN, HIDDEN.flip(1), 0, 0)],
+    "prefix": [PairRule("causal", INDEX, INDEX * (INDEX >= 10), 0)],
     "documents": [CAUSAL, DOCUMENT],
-    "documents in a window": [CAUSAL, DOCUMENT, Rule("window", INDEX, INDEX, high=9)],
+    "documents in a window": [CAUSAL, DOCUMENT, PairRule("window", INDEX, INDEX, high=9)],
     "all": [],
 }
 EXTRAS: dict[str, dict[str, Any]] = {
@@ -146,14 +146,14 @@ def test_operators_of_the_cpu_take_masks_and_plain_products_caps(cap: float | No
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def pairs_of(rules: list[Rule], ranks: int, order: torch.Tensor | None = None, tile: int = 4) -> RulePairs:
+def pairs_of(rules: list[PairRule], ranks: int, order: torch.Tensor | None = None, tile: int = 4) -> RulePairs:
     with patch.object(pair_rules, "LEAST_TILE", tile):
         return RulePairs(rules, ranks, LENGTH, order)
 
 
 def test_ranks_whose_keys_nobody_sees_send_nothing() -> None:
     equal = torch.arange(LENGTH)[None] // (LENGTH // 4)
-    document = Rule("document", equal, equal, 0, 0)
+    document = PairRule("document", equal, equal, 0, 0)
     assert pairs_of([CAUSAL, document], 4, order_of(equal, 4)).steps == ()
     # A window reaches the chunk before: of the rank before for an early chunk, and of the next for a late one.
     assert pairs_of(RULES["window"], 4).steps == (1, 3)

@@ -12,6 +12,7 @@ from harness import run_ranks
 from huggingface_models import GROUPED, SPECIAL, USUAL, VOCABULARY, without_dropout
 from test_context import fake
 from test_context_models import LENGTH, Found, spread, train
+from zeromesh.parallel.activation.checkpoint import checkpoint_modules
 from zeromesh.parallel.context.applied import Unsupported
 from zeromesh.parallel.context.spread_batch import IGNORE_LABEL
 from zeromesh.parallel.context.spread_model import apply
@@ -124,6 +125,26 @@ def test_a_decoder_with_any_mask_trains_as_in_one_process(name: str, ranks: int)
 @pytest.mark.parametrize("name", [name for name, (kind, _) in MODELS.items() if not kind.endswith("ForCausalLM")])
 def test_losses_of_a_tokens_own_labels_are_those_of_one_process(name: str, ranks: int) -> None:
     compare(name, ranks, ("whole", "left", "right"))
+
+
+def train_checkpointed(given: str) -> Found:
+    with throughout(torch.float64):
+        model = build("gemma3")
+        spread(model, "ring")
+        checkpoint_modules(model.model.layers)
+        return train(model, data("gemma3", given))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("given", ["left", "packed"])
+def test_blocks_that_are_computed_again_see_the_same(given: str) -> None:
+    with throughout(torch.float64):
+        loss, gradients = train(build("gemma3"), data("gemma3", given))
+    results = run_ranks(train_checkpointed, 2, given)
+    torch.testing.assert_close(results[0][0], loss, rtol=1e-9, atol=0)
+    for key, want in gradients.items():
+        mean = torch.stack([found[key] for _, found in results]).mean(0)
+        torch.testing.assert_close(mean, want, rtol=1e-9, atol=1e-9, msg=f"{given}: {key}")
 
 
 @pytest.mark.parametrize(("name", "given"), [("mistral", "packed"), ("bert", "left")])

@@ -10,12 +10,11 @@ from torch import Tensor
 from museum import require, results_of
 from test_context import IDS, context, expected, fake, operands
 from test_context import spread as attention_of
-from test_context_models import LENGTH, Found, build, data, of, spread, train
-from zeromesh.parallel.context.applied import Unsupported
+from test_context_models import LENGTH, Found, build, data, spread, train
+from zeromesh.parallel.context.pair_rules import PairRule, RulePairs
 from zeromesh.parallel.context.sequence_order import keep
-from zeromesh.parallel.context.spread_attention import STRATEGIES
+from zeromesh.parallel.context.spread_attention import STRATEGIES, ring
 from zeromesh.parallel.context.spread_batch import IGNORE_LABEL, split
-from zeromesh.parallel.context.spread_model import apply
 
 RANKS = 2
 SHAPE = {"heads": 4, "key_heads": 2}
@@ -141,13 +140,15 @@ def test_gradients_of_attention_have_the_parts_of_all_ranks() -> None:
                 require(of_rank[strategy][2][number + 1], *parts)
 
 
-def test_a_window_of_attention_is_refused_and_not_left_out() -> None:
-    model, ids = of("mistral", sliding_window=4), data("mistral")["input_ids"]
-    near = model(ids).logits.detach()
-    model.config.sliding_window = None
-    assert float((near - model(ids).logits.detach()).abs().max()) >= 1e-3
-    with pytest.raises(Unsupported, match="window of 4 tokens"):
-        apply(of("mistral", sliding_window=4), "ring", fake(RANKS))
+def test_a_window_of_attention_is_not_left_out() -> None:
+    *xs, upstream = operands(torch.float64, **SHAPE)
+    index = torch.arange(upstream.shape[2])[None]
+    rules = [PairRule("causal", index, index, 0), PairRule("window", index, index, high=3)]
+    near = torch.ones(index.numel(), index.numel(), dtype=torch.bool).tril().triu(-3)
+    right = F.scaled_dot_product_attention(*xs, attn_mask=near, enable_gqa=True)
+    wrong = F.scaled_dot_product_attention(*xs, is_causal=True, enable_gqa=True)
+    q, k, v = xs
+    require(ring(q, k, v, fake(1), 0, pairs=RulePairs(rules, 1, index.numel())), right, wrong)
 
 
 def test_packed_documents_are_refused_and_do_not_see_each_other() -> None:

@@ -95,6 +95,17 @@ def test_the_model_learns_what_the_assistant_says(tiny: Path, tuned: Path) -> No
     assert expected[-1] < expected[0] - 0.2
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_packed_records_train_the_same_with_their_sequences_spread(
+    strategy: str, tiny: Path, tuned: Path, tmp_path: Path
+) -> None:
+    # Under the ring, records are placed whole over the ranks.
+    values = settings(tiny, tmp_path / "run", mesh={"context": 2}, context_parallel={"strategy": strategy})
+    run_ranks(train.train, 2, write_config(tmp_path, values), [], resume=False, timeout=LIMIT)
+    assert logged_losses(tmp_path / "run") == pytest.approx(logged_losses(tuned), rel=2e-4)
+
+
 def test_a_tuned_model_opens_with_its_tokenizer(tuned: Path, tmp_path: Path) -> None:
     import transformers
 

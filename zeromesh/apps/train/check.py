@@ -194,7 +194,7 @@ def prepare_text(job: Job, may_write: bool, console: Console | None = None) -> P
     length = job.language.sequence_length
     prepared = prepare(job.data, job.folder.text, may_write, length, console)
     strategy = job.settings.context_parallel.strategy
-    hides = strategy != "ring" if isinstance(job.language, Transformer) else strategy == "auto"
+    hides = strategy == "auto" or isinstance(job.language, Transformer)
     if prepared.document_attention and _mesh(job)["context"] > 1 and not hides:
         raise ValueError(
             f"mesh.context > 1: the strategy {strategy} cannot hide the documents of a sample from each other; leave "

@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -108,9 +108,9 @@ class SpreadSequences:
         finally:
             self.sends = True
 
-    def begin(self) -> None:
-        """Count calls of attention and of the loss anew: a forward begins."""
-        self._attentions = self.losses = 0
+    def begin(self, order: Tensor | None = None) -> None:
+        """Count calls of attention and of the loss anew: a forward begins, of tokens in an order."""
+        self._attentions, self.losses, self.order = 0, 0, order
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, **options: Any) -> Tensor:
         """Compute causal attention of this rank's part of the sequence, or, by ``options``, that of ``ring``."""
@@ -158,9 +158,9 @@ class SpreadSequences:
 
 def stand_in(pairs: CausalPairs, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Return a mask that models hand on to attention, without memory: ``pairs_of`` it are these."""
-    mask: Any = torch.ones((), dtype=torch.bool, device=device).expand(shape)
-    mask.pairs = pairs  # a tensor that is computed from it has none
-    return cast("Tensor", mask)
+    mask = torch.ones((), dtype=torch.bool, device=device).expand(shape)
+    vars(mask).update(pairs=pairs)  # a tensor that is computed from it has none
+    return mask
 
 
 def pairs_of(mask: Tensor) -> CausalPairs:

@@ -193,15 +193,13 @@ class _Parts:
             raise refuse(name, reason, "leave it out")
         counted, shifts = _counted_positions(self._model(), named), _shifts(self._model())
         self._whole = _whole(self._model(), named, counted)
-        applied.order = None
         # Code that is checked may read tokens of one of a rank's two chunks together.
-        if self._ring and self.check is None and self._whole.documents is not None:
-            applied.order = order_of(self._whole.documents, applied.group.size)
+        documents = self._whole.documents if self._ring and self.check is None else None
+        applied.begin(None if documents is None else order_of(documents, applied.group.size))
         part = batch.split(named, applied.group, shift=shifts, counted=counted, masked=True, order=applied.order)
         if "use_cache" in parameters_of(self._kind):
             # A cache would have this rank's tokens only.
             part["use_cache"] = False
-        applied.begin()
         if self.check is None:
             output = forward(**part)
         else:
@@ -317,8 +315,8 @@ class _Parts:
             function = sys.modules[type(module).__module__].eager_attention_forward
             want = function(module, q, k, v, later, **extras)[0].transpose(1, 2)
             special = {name: options.get(name) for name in ("sinks", "cap")}
-            found = ring(q, k, v, alone, 0, extras["scaling"], CausalPairs(1), **special)
-        if not torch.allclose(found, want, rtol=1e-3, atol=1e-4):
+            computed = ring(q, k, v, alone, 0, extras["scaling"], CausalPairs(1), **special)
+        if not torch.allclose(computed, want, rtol=1e-3, atol=1e-4):
             reason = "its eager attention is not the usual product of probabilities and values"
             raise refuse(self._name(module), reason, "take the strategy ulysses, and ranks that divide the heads")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ LEAST_TILE, MOST_TILE, TILES = 128, 2048, 16
 
 
 @dataclass(frozen=True)
-class Rule:
+class PairRule:
     """A query sees a key only if ``low <= of_queries[query] - of_keys[key] <= high``.
 
     Attributes:
@@ -38,8 +38,10 @@ class Rule:
     def sees(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Return which keys queries see, bool of shape (samples, queries, keys), from these numbers of theirs."""
         queries, keys = queries.unsqueeze(2), keys.unsqueeze(1)
-        found = queries >= keys + self.low if self.low > -FAR else queries <= keys + self.high
-        return found & (queries <= keys + self.high) if self.low > -FAR and self.high < FAR else found
+        if self.high == FAR:
+            return queries >= keys + self.low
+        below = queries <= keys + self.high
+        return below if self.low == -FAR else below & (queries >= keys + self.low)
 
     def is_order(self) -> bool:
         """Return whether it lets a query see the keys that are not after it."""
@@ -51,8 +53,8 @@ class Rule:
         return bool(((q_low - k_high < self.low) | (q_high - k_low > self.high)).any())
 
 
-@dataclass
-class Piece:
+@dataclass(frozen=True)
+class PairBlock:
     """Queries of a rank and keys of another, as ranges of their parts' tokens and of samples.
 
     ``rules`` are the numbers of those that hide some of the pairs; if ``causal``, query i sees the keys 0 to i.
@@ -75,16 +77,16 @@ class CausalPairs:
     def __init__(self, ranks: int) -> None:
         self.steps = tuple(range(1, ranks))
 
-    def pieces(self, rank: int, source: int, length: int) -> list[Piece]:
+    def pieces(self, rank: int, source: int, length: int) -> list[PairBlock]:
         """Return what a rank's ``length`` queries see of rank ``source``'s keys; pieces have no pair in common."""
         half = length // 2  # of an early and a late chunk; in each case below it is half of all pairs
         if source == rank:
-            return [Piece(ALL, ALL, ALL, causal=True)]
+            return [PairBlock(ALL, ALL, ALL, causal=True)]
         if source < rank:  # its early chunk comes before both of this rank's, its late one after both
-            return [Piece(ALL, slice(half), ALL)]
-        return [Piece(slice(half, None), ALL, ALL)]
+            return [PairBlock(ALL, slice(half), ALL)]
+        return [PairBlock(slice(half, None), ALL, ALL)]
 
-    def mask(self, piece: Piece, rank: int, source: int) -> Tensor | None:
+    def mask(self, piece: PairBlock, rank: int, source: int) -> Tensor | None:
         """Return which pairs of a piece are seen, bool of shape (samples or 1, 1, queries, keys); None: all."""
         return None
 
@@ -96,11 +98,11 @@ class RulePairs(CausalPairs):
     computed, and no mask is made, of tiles that see nothing of each other.
     """
 
-    def __init__(self, rules: Sequence[Rule], ranks: int, length: int, order: Tensor | None = None) -> None:
+    def __init__(self, rules: Sequence[PairRule], ranks: int, length: int, order: Tensor | None = None) -> None:
         """``order`` has the tokens as ``sequence_order.keep`` cuts them, int64 of shape (samples, sequence)."""
         super().__init__(ranks)
         self._rules, half = rules, length // ranks // 2
-        self._found: dict[tuple[int, int], list[Piece]] = {}  # pieces, by rank and source
+        self._found: dict[tuple[int, int], list[PairBlock]] = {}  # pieces, by rank and source
         tile = min(max(LEAST_TILE, -(-2 * half // TILES)), MOST_TILE)
         # Of either half, as tokens far from each other leave nothing out.
         self._ranges = [
@@ -125,54 +127,56 @@ class RulePairs(CausalPairs):
         low, high = (torch.stack([getattr(x, name)(-1) for x in tiles], -1).flatten(1) for name in ("amin", "amax"))
         return low, high
 
-    def pieces(self, rank: int, source: int, length: int) -> list[Piece]:
+    def pieces(self, rank: int, source: int, length: int) -> list[PairBlock]:
         """See ``CausalPairs.pieces``."""
         if (rank, source) not in self._found:
-            self._found[rank, source] = [*self._find(rank, source)]
+            self._found[rank, source] = self._find(rank, source)
         return self._found[rank, source]
 
-    def _find(self, rank: int, source: int) -> Iterator[Piece]:
+    def _find(self, rank: int, source: int) -> list[PairBlock]:
         count = len(self._ranges)
-        own, others = (slice(place * count, (place + 1) * count) for place in (rank, source))
-        seen = self._seen[:, own, others].tolist()
-        cut = [x[:, own, others].expand(len(seen), -1, -1).tolist() for x in self._cut]
+        rows_of, columns_of = (slice(place * count, (place + 1) * count) for place in (rank, source))
+        seen = self._seen[:, rows_of, columns_of].tolist()
+        cut = [x[:, rows_of, columns_of].expand(len(seen), -1, -1).tolist() for x in self._cut]
+        blocks: list[PairBlock] = []
         for sample, table in enumerate(seen):
             samples = ALL if len(seen) == 1 else slice(sample, sample + 1)
-            above: dict[tuple[int, int], Piece] = {}  # pieces without a mask of the tile of queries before this one
+            above: dict[tuple[int, int], int] = {}  # blocks without a mask of the tile of queries before this one
             for i, rows in enumerate(self._ranges):
-                runs: list[Piece] = []
+                runs: list[PairBlock] = []
                 for j in (j for j in range(count) if table[i][j]):
                     columns = self._ranges[j]
                     rules = {number for number, x in enumerate(cut) if x[sample][i][j]}
-                    last = runs[-1] if runs else Piece(ALL, ALL, ALL, causal=True)
+                    last = runs[-1] if runs else PairBlock(ALL, ALL, ALL, causal=True)
                     # In a part the tokens are in the order of the sequence.
                     cutting = [self._rules[number] for number in rules]
                     if rank == source and i == j and len(cutting) == 1 and cutting[0].is_order():
-                        runs.append(Piece(rows, columns, samples, causal=True))
+                        runs.append(PairBlock(rows, columns, samples, causal=True))
                     elif not last.causal and last.columns.stop == columns.start and bool(last.rules) == bool(rules):
-                        last.columns, last.rules = slice(last.columns.start, columns.stop), last.rules | rules
+                        joined = slice(last.columns.start, columns.stop)
+                        runs[-1] = replace(last, columns=joined, rules=last.rules | rules)
                     else:
-                        runs.append(Piece(rows, columns, samples, rules=rules))
+                        runs.append(PairBlock(rows, columns, samples, rules=rules))
                 below = {}
-                for piece in runs:
-                    key = piece.columns.start, piece.columns.stop
-                    whole = not piece.causal and not piece.rules
-                    if whole and key in above:
-                        above[key].rows = slice(above[key].rows.start, rows.stop)
-                        piece = above[key]
+                for block in runs:
+                    key = block.columns.start, block.columns.stop
+                    place = len(blocks)
+                    if not block.causal and not block.rules:
+                        place = below[key] = above.get(key, place)
+                    if place < len(blocks):
+                        blocks[place] = replace(blocks[place], rows=slice(blocks[place].rows.start, rows.stop))
                     else:
-                        yield piece
-                    if whole:
-                        below[key] = piece
+                        blocks.append(block)
                 above = below
+        return blocks
 
-    def mask(self, piece: Piece, rank: int, source: int) -> Tensor | None:
+    def mask(self, piece: PairBlock, rank: int, source: int) -> Tensor | None:
         """See ``CausalPairs.mask``."""
         mask = None
         for number in sorted(piece.rules):
             queries, keys = self._numbers[number]
-            own, others = (x if len(x) == 1 else x[piece.samples] for x in (queries[:, rank], keys[:, source]))
-            more = self._rules[number].sees(own[:, piece.rows], others[:, piece.columns])
+            pair = (queries[:, rank, piece.rows], keys[:, source, piece.columns])
+            more = self._rules[number].sees(*(x if len(x) == 1 else x[piece.samples] for x in pair))
             mask = more if mask is None else mask & more
         return None if mask is None else mask.unsqueeze(1)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from zeromesh.comm.collectives import Group
 from zeromesh.parallel.context import attention_block as blocks
 from zeromesh.parallel.context.attention_block import AttentionBlock
-from zeromesh.parallel.context.pair_rules import CausalPairs, Piece
+from zeromesh.parallel.context.pair_rules import CausalPairs, PairBlock
 from zeromesh.parallel.context.sequence_order import gathered_order
 
 # Bytes that each rank sends, for c ranks and sizes of its parts of q, k, v and the result in their dtype:
@@ -244,7 +244,7 @@ class _Ring(torch.autograd.Function):
         return dq.to(q.dtype), dk, dv, of_sinks, None, None, None, None, None
 
 
-def _block(q: Tensor, present: Tensor, piece: Piece, source: int, settings: tuple[Any, ...]) -> AttentionBlock:
+def _block(q: Tensor, present: Tensor, piece: PairBlock, source: int, settings: tuple[Any, ...]) -> AttentionBlock:
     key_shape, value_shape, group, _, scale, pairs, cap = settings
     keys, values = (x[piece.samples, :, piece.columns] for x in _unpack(present, key_shape, value_shape))
     mask = pairs.mask(piece, group.rank, source)

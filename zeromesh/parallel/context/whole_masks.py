@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.parallel.context.applied import refuse
-from zeromesh.parallel.context.pair_rules import Rule
+from zeromesh.parallel.context.pair_rules import PairRule
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Whole:
             mask = torch.where(mask, zero, torch.finfo(zero.dtype).min)
         return mask.unsqueeze(1).expand(self.shape[0], 1, self.shape[1], self.shape[1])
 
-    def rules(self, name: str, settings: dict[str, Any]) -> list[Rule]:
+    def rules(self, name: str, settings: dict[str, Any]) -> list[PairRule]:
         """Return the rules of a mask; ``settings`` and errors are those of ``make``."""
         kinds, device = _kinds(settings, name), settings["device"]
         causal = "causal_mask_function" in dict(kinds)
@@ -62,12 +62,12 @@ class Whole:
         hidden = torch.zeros_like(numbers) if self.mask is None else (~self.mask).long()
         rules = [rule for kind, parts in kinds for rule in _RULES[kind](at, parts, hidden)]
         if documents is not None:
-            rules.append(Rule("document", documents, documents, 0, 0))
+            rules.append(PairRule("document", documents, documents, 0, 0))
         if self.mask is not None and not (causal and self.ends):
-            rules.append(Rule("padding", torch.zeros_like(hidden), hidden, 0, 0))
+            rules.append(PairRule("padding", torch.zeros_like(hidden), hidden, 0, 0))
         return [rule for rule in rules if rule.hides()]
 
-    def blind(self, rules: list[Rule]) -> bool:
+    def blind(self, rules: list[PairRule]) -> bool:
         """Return whether some query may see no key."""
         names = {rule.name for rule in rules}
         if self.mask is None or "padding" not in names:
@@ -81,20 +81,20 @@ class Whole:
         return kinds == ["causal_mask_function"] and self.documents is None and (self.mask is None or self.ends)
 
 
-def _chunks(at: Tensor, parts: Any, hidden: Tensor) -> list[Rule]:
+def _chunks(at: Tensor, parts: Any, hidden: Tensor) -> list[PairRule]:
     before = hidden.cumprod(-1).sum(-1, keepdim=True)  # padding before the first token
     numbers = (at - before) // parts["chunk_size"]
-    return [Rule("chunk", numbers, numbers, 0, 0)]
+    return [PairRule("chunk", numbers, numbers, 0, 0)]
 
 
 # Rules of transformers' functions of masks that read nothing but the numbers of tokens: from these, what the function
 # was made of, and a number for each token that is 1 if it is hidden.
-_RULES: dict[str, Callable[[Tensor, Any, Tensor], list[Rule]]] = {
-    "causal_mask_function": lambda at, parts, hidden: [Rule("causal", at, at, 0)],
+_RULES: dict[str, Callable[[Tensor, Any, Tensor], list[PairRule]]] = {
+    "causal_mask_function": lambda at, parts, hidden: [PairRule("causal", at, at, 0)],
     "bidirectional_mask_function": lambda at, parts, hidden: [],
-    "sliding_window_overlay": lambda at, parts, hidden: [Rule("window", at, at, high=parts["sliding_window"] - 1)],
+    "sliding_window_overlay": lambda at, parts, hidden: [PairRule("window", at, at, high=parts["sliding_window"] - 1)],
     "sliding_window_bidirectional_overlay": lambda at, parts, hidden: [
-        Rule("window", at, at, -parts["sliding_window"], parts["sliding_window"])
+        PairRule("window", at, at, -parts["sliding_window"], parts["sliding_window"])
     ],
     "chunked_overlay": _chunks,
 }
