@@ -45,7 +45,7 @@ def test_the_page_has_a_row_for_every_model_and_none_is_wrong_or_refused_by_defa
     ]
     assert not any("wrong" in row for row in found)
     ring, *auto = (sum(row[column] == "refused" for row in found) for column in range(len(COLUMNS)))
-    assert ring > 200
+    assert ring > 100  # by which a page that is not read would show
     assert auto == [0, 0]
 
 
