@@ -1,6 +1,7 @@
 """Attention of sequences spread over ranks, and cutting a batch over them."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -262,10 +263,18 @@ def test_plain_products_are_what_the_operator_of_the_cpu_computes(sizes: Any, dt
         torch.testing.assert_close(one, two, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("kernel", [FLASH, EFFICIENT])
+def masked_block(sizes: Any, **options: Any) -> AttentionBlock:
+    queries, keys = sizes[2:4]
+    mask = torch.rand(2, 1, queries, keys, generator=torch.Generator().manual_seed(5)) > 0.5
+    block = block_of(*sizes[:4], False, **options)
+    return replace(block, mask=mask.to(block.q.device))
+
+
+@pytest.mark.parametrize(("kernel", "masked"), [(FLASH, False), (EFFICIENT, False), (EFFICIENT, True)])
 @pytest.mark.parametrize("sizes", BLOCKS)
-def test_operators_of_cuda_take_what_they_are_given(sizes: Any, kernel: blocks.Kernel) -> None:
-    block = block_of(*sizes, dtype=torch.bfloat16, device="meta")
+def test_operators_of_cuda_take_what_they_are_given(sizes: Any, kernel: blocks.Kernel, masked: bool) -> None:
+    options = {"dtype": torch.bfloat16, "device": "meta"}
+    block = masked_block(sizes, **options) if masked else block_of(*sizes, **options)
     out, lse = kernel.attend(block)
     assert (out.shape, lse.shape, lse.dtype) == (block.q.shape, block.q.shape[:3], torch.float32)
     shapes = [x.shape for x in kernel.gradients(block, out, out, lse)]
@@ -275,11 +284,20 @@ def test_operators_of_cuda_take_what_they_are_given(sizes: Any, kernel: blocks.K
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA here")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", BLOCKS)
-def test_operators_of_cuda_compute_what_plain_products_do(sizes: Any, dtype: torch.dtype) -> None:
-    block = block_of(*sizes, dtype=dtype, device="cuda")
-    assert blocks.choose(block) is {torch.float64: PRODUCTS, torch.float32: EFFICIENT}.get(dtype, FLASH)
+@pytest.mark.parametrize("masked", [False, True])
+def test_operators_of_cuda_compute_what_plain_products_do(sizes: Any, dtype: torch.dtype, masked: bool) -> None:
+    options = {"dtype": dtype, "device": "cuda"}
+    block = masked_block(sizes, **options) if masked else block_of(*sizes, **options)
+    of_half = EFFICIENT if masked else FLASH  # which takes no mask
+    assert blocks.choose(block) is {torch.float64: PRODUCTS, torch.float32: EFFICIENT}.get(dtype, of_half)
     out, lse = blocks.attend(block)
     other, its = PRODUCTS.attend(block)
+    if block.mask is not None:
+        blind = ~block.mask.any(-1)
+        other, lse, its = (
+            other.masked_fill(blind.unsqueeze(-1), 0.0),
+            *(x.masked_fill(blind, torch.inf) for x in (lse, its)),
+        )
     close = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
     torch.testing.assert_close(lse, its, **close)
     torch.testing.assert_close(out, other, **close)

@@ -96,13 +96,17 @@ def test_the_model_learns_what_the_assistant_says(tiny: Path, tuned: Path) -> No
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+@pytest.mark.parametrize(("strategy", "pipeline"), [("ring", 1), ("ulysses", 1), ("ring", 2)])
 def test_packed_records_train_the_same_with_their_sequences_spread(
-    strategy: str, tiny: Path, tuned: Path, tmp_path: Path
+    strategy: str, pipeline: int, tiny: Path, tuned: Path, tmp_path: Path
 ) -> None:
     # Under the ring, records are placed whole over the ranks.
-    values = settings(tiny, tmp_path / "run", mesh={"context": 2}, context_parallel={"strategy": strategy})
-    run_ranks(train.train, 2, write_config(tmp_path, values), [], resume=False, timeout=LIMIT)
+    mesh = {"context": 2, "pipeline": pipeline}
+    zero = {"stage": 3 if pipeline == 1 else 1}
+    values = settings(
+        tiny, tmp_path / "run", mesh=mesh, zero_optimization=zero, context_parallel={"strategy": strategy}
+    )
+    run_ranks(train.train, 2 * pipeline, write_config(tmp_path, values), [], resume=False, timeout=LIMIT)
     assert logged_losses(tmp_path / "run") == pytest.approx(logged_losses(tuned), rel=2e-4)
 
 

@@ -295,6 +295,9 @@ class _Parts:
         if eager:  # torch's attention takes neither
             options |= {"cap": extras.get("softcap"), "sinks": extras.get("s_aux")}
         options = {name: option for name, option in options.items() if option is not None}
+        if options.get("sinks") is not None and options["sinks"].numel() != query.shape[1]:
+            reason = f"it has {options['sinks'].numel()} sinks for {query.shape[1]} heads of this rank"
+            raise refuse(self._name(module), reason, "set mesh.tensor or mesh.context to 1")
         if mask is None and (eager or not causal):  # it sees all tokens
             options["pairs"] = RulePairs([], self._applied.group.size, self._whole.shape[1])
         if eager and type(module) not in self._proven:
