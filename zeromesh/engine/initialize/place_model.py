@@ -134,7 +134,8 @@ class Placing:
             chosen, group = plan.settings.context_parallel, plan.mesh.group("context")
             checkpointing = plan.settings.activation_checkpointing
             others = [f"mesh.{axis}" for axis in ("tensor", "pipeline", "expert") if plan.mesh.sizes[axis] > 1]
-            others += ["activation_checkpointing.granularity"] * (checkpointing.granularity == "selective")
+            keeps_results = checkpointing.granularity == "selective" or plan.saved is not None
+            others += ["activation_checkpointing.granularity"] * keeps_results
             others += ["compile"] * plan.settings.compile.enabled + ["tiling"] * bool(plan.tiled)
             return apply_context(plan.model, chosen.strategy, group, unchecked=chosen.unchecked, others=others)
 
