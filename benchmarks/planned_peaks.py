@@ -94,7 +94,8 @@ def _words(config: dict[str, Any], path: str = "") -> Iterator[str]:
 def settings() -> list[Setting]:
     """Return all settings."""
     found = [Setting("llama", zero(stage) | NARROW) for stage in range(4)]
-    found += [Setting("llama", zero(3) | NARROW, bf16=False), Setting("llama", zero(3))]
+    # The update of narrow states beside an fp32 parameter is planned with a copy that is mostly not there.
+    found += [Setting("llama", zero(3) | NARROW, bf16=False, bound=0.05), Setting("llama", zero(3))]
     found += [Setting("llama", zero(3, offload_optimizer=place) | NARROW) for place in (HOST, FILE)]
     found += [Setting("llama", zero(3, offload_optimizer=HOST, offload_param=HOST) | NARROW)]
     found += [Setting("llama", zero(3) | {"optimizer_state_dtype": {"exp_avg": "bf16"}}, optimizer="Lion")]

@@ -177,7 +177,9 @@ class StorageRecorder(OperatorListener):
         parameters: Sequence[Tensor],
         buffers: Sequence[Tensor],
         originals: Collection[int],
+        lazy: bool = False,
     ) -> None:
+        self._lazy = lazy  # logits in chunks have shapes that take no memory, on the meta device as elsewhere
         self._originals = originals  # by ``id``, the tensors of the user's model, which a copy does not read
         self.events: list[Event] = []
         self.works: list[TracedWork] = []
@@ -259,7 +261,7 @@ class StorageRecorder(OperatorListener):
         number = self._called[self.slot, operator]
         if not backward:
             self._called[self.slot, operator] += 1
-        if name in _EMPTY:  # it counts from its first use on: logits in chunks have shapes without memory
+        if self._lazy and name in _EMPTY:  # it counts from its first use on
             return
         in_weighted = self._enter_node() if backward else False
         operands = [(tensor, self.find(tensor)) for tensor in tensors_in((*args, *kwargs.values())) if tensor.is_meta]
@@ -298,7 +300,7 @@ class StorageRecorder(OperatorListener):
             size = sum(tensor.nbytes for tensor in results[:1])
             self.sums[self.slot] = self.sums.get(self.slot, 0.0) + half * size
         self.written |= operand_ids if writes else set()
-        if not writes and all(id(stored) in operand_ids for stored in result_storages):
+        if name in _EMPTY or (not writes and all(id(stored) in operand_ids for stored in result_storages)):
             return
         again = backward and torch.is_grad_enabled()  # a recomputation of the model's own, or of tiles
         phase = "forward" if again or not backward else "weight" if in_weighted and not weights else "input"

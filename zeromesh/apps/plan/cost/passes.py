@@ -189,7 +189,8 @@ class _Trace:
         self.cuts = {id(model.get_parameter(name)): cut for name, cut in cuts.items()}
         originals = {id(tensor) for tensor in (*original.parameters(), *original.buffers())}
         originals -= {id(tensor) for tensor in self.state.values()}
-        self.recorder = StorageRecorder(self.cuts, list(model.parameters()), list(model.buffers()), originals)
+        tensors = list(model.parameters()), list(model.buffers())
+        self.recorder = StorageRecorder(self.cuts, *tensors, originals, options.tiles.loss)
         self.dry_run = DryRun(self.recorder)
         self.slots = [-1]  # by number of the recorder's slot, the unit; -1 between units
         self.places: list[int] = []  # by slot, the place of a unit in the cost
