@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--torch", type=float, nargs="*", default=TORCH, help="values of activation_memory_budget")
     args = parser.parse_args()
     shape = ModelShape(
         architecture="llama", hidden_size=args.width, layers=args.layers, heads=args.width // 64, vocab_size=1024,
@@ -104,7 +105,7 @@ def main() -> None:
         budget = (least + share * (most - least)) * 1.00001
         step = engine_step({"enabled": True, "granularity": "auto", "budget_gb": budget / 1e9})
         variants[f"`auto`, {budget / 1e6:.0f} MB"] = Variant(step, plans[-1].costs.peak(plans[-1].plan))
-    for value in TORCH:
+    for value in args.torch:
         variants[f"torch's `activation_memory_budget` {value:g}, compiled"] = Variant(
             _compiled(shape, tokens, value), None
         )
