@@ -115,9 +115,8 @@ class ActivationStore:
             and _is_dense(tensor)
         )
 
-    def put(self, tensor: Tensor) -> KeptTensor:
+    def put(self, tensor: Tensor, storage: StorageWeakRef) -> KeptTensor:
         """Keep a tensor; the same one, unchanged since another block was given it, is kept once."""
-        storage = StorageWeakRef(tensor.untyped_storage())
         key = (storage.cdata, tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         entry = self._known.get(key)
         if entry is None:
@@ -142,9 +141,9 @@ class ActivationStore:
             entry.start()
         self._prefetched = [ref(entry) for entry in (*wanted, *others)]
 
-    def compare(self, gathered: Tensor, checksum: Tensor) -> None:
+    def compare(self, gathered: Tensor, expected: Tensor) -> None:
         """Note whether what was gathered is what this rank was given."""
-        self._differs.append(_checksum(gathered) != checksum)
+        self._differs.append((checksum(gathered) != expected).any())
 
     def _end_backward(self) -> None:
         """Drop what nobody took; raise RuntimeError if what was partitioned was not the same on all ranks."""
@@ -178,7 +177,7 @@ class KeptTensor:
             part = tensor.detach().as_strided((self._elements,), (1,))
             group = store.group
             if group is not None:
-                self._checksum = _checksum(part)
+                self._checksum = checksum(part)
                 self._each = -(-self._elements // group.size)
                 part = part[self._each * group.rank : self._each * (group.rank + 1)]
             self._part = part.clone() if store.pool is None else self._to_host(part, store.pool)
@@ -248,9 +247,10 @@ class Visit:
         self.store, self._before = store, before
         self.entries: list[KeptTensor] = []
 
-    def put(self, tensor: Tensor) -> KeptTensor:
-        """Leave a tensor, which the store has to find movable."""
-        entry = self.store.put(tensor)
+    def put(self, tensor: Tensor, apart: bool = False) -> KeptTensor:
+        """Leave a tensor, which the store has to find movable; ``apart`` from others of the same storage."""
+        storage = StorageWeakRef(tensor.untyped_storage())
+        entry = KeptTensor(self.store, tensor, storage) if apart else self.store.put(tensor, storage)
         self.entries.append(entry)
         return entry
 
@@ -330,8 +330,11 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided
 
 
-def _checksum(flat: Tensor) -> Tensor:
-    """Return the sum of the bits of a 1-D tensor: int64, of no dims."""
-    dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[flat.itemsize]
-    # Whole numbers, whose sum depends on no order.
-    return flat.view(dtype).sum(dtype=torch.int64)
+def checksum(values: Tensor) -> Tensor:
+    """Return sums of the bits of a tensor's elements: int64, 1-D."""
+    flat = values.as_strided((values.numel(),), (1,)) if _is_dense(values) else values.reshape(-1)
+    bits = flat.view(torch.uint8)
+    whole = bits[: bits.numel() // 8 * 8].view(torch.int64)
+    # Whole numbers, whose sum depends on no order. Parts, since changes may cancel out in the whole.
+    parts = whole, whole[::2], whole[: whole.numel() // 3], bits[whole.nbytes :]
+    return torch.stack([part.sum(dtype=torch.int64) for part in parts])

@@ -71,7 +71,7 @@ def _checkpoint(
         else:
             from zeromesh.parallel.activation.selective import BlockResults
 
-            results = BlockResults(plan, type(modules[0]).__name__, visit)
+            results = BlockResults(plan, modules[0], visit)
             function, options["context_fn"] = partial(results.run, function), results.contexts
     if visit is not None and plan.inputs is Saved.MOVE:
         function, tensors = visit.keep_inputs(function, args, kwargs)
