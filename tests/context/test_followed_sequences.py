@@ -59,7 +59,7 @@ class Counting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.mean.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
         self.last.copy_(x.detach()).mul_(0.5)
-        hooked = x * self.mean + self.last
+        hooked = x * self.mean.clone() + self.last.clone()
         hooked.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
         return Clamped.apply(hooked) + checkpoint(torch.cumsum, x, 1, use_reentrant=True)
 
