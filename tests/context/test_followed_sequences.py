@@ -7,9 +7,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zeromesh
 from harness import run_ranks
+from huggingface_models import MODELS
 from test_context import fake
 from zeromesh import Mesh
 from zeromesh.parallel.context.applied import SpreadSequences, Unsupported
@@ -34,6 +36,42 @@ class OwnBackward(nn.Module):
         return Doubled.apply(x)
 
 
+class Clamped(torch.autograd.Function):
+    """A backward that is not linear: it must be given the gradients of one process."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clamp(-1e-4, 1e-4) / gradient.norm()
+
+
+class Counting(nn.Module):
+    """A state that each call changes once, before what needs whole activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(WIDTH))
+        self.register_buffer("last", torch.zeros(2, LENGTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
+        self.last.copy_(x.detach()).mul_(0.5)
+        hooked = x * self.mean.clone() + self.last.clone()
+        hooked.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        return Clamped.apply(hooked) + checkpoint(torch.cumsum, x, 1, use_reentrant=True)
+
+
+class Twice(nn.Module):
+    """Change an input, and then do what only a whole can do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.add_(1)
+        return torch.vmap(lambda row: row.cumsum(0))(x)
+
+
 LAYERS: dict[str, Any] = {
     "encoder": lambda: nn.TransformerEncoder(
         nn.TransformerEncoderLayer(WIDTH, HEADS, 64, 0.0, batch_first=True), 2, enable_nested_tensor=False
@@ -43,6 +81,7 @@ LAYERS: dict[str, Any] = {
     "convolution": lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1),
     "batch norm": lambda: nn.BatchNorm1d(WIDTH),
     "own backward": OwnBackward,
+    "states and gradients": Counting,
 }
 
 
@@ -255,6 +294,56 @@ def orders() -> list[bool]:
 
 def test_the_first_forward_says_which_tokens_ranks_have() -> None:
     assert run_ranks(orders, 2) == [[False, True]] * 2
+
+
+class Pooled(nn.Module):
+    """A model of transformers in code that mixes its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = MODELS["llama"].build().model
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return self.inner(input_ids).last_hidden_state.mean(1).square().mean()
+
+
+def weighted(logits: Tensor, labels: Tensor, vocab_size: int, shift_labels: Any = None, **_: Any) -> Tensor:
+    """Compute no mean over tokens."""
+    labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE_LABEL) if shift_labels is None else shift_labels
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), torch.linspace(0.1, 2.0, vocab_size).to(logits))
+
+
+def losses_of() -> list[bool]:
+    found = []
+    for name in ("pooled", "weighted"):
+        torch.manual_seed(0)
+        model = Pooled() if name == "pooled" else MODELS["llama"].build()
+        if name == "weighted":
+            model.loss_function = weighted
+        tokens, _, labels = data()
+        with torch.no_grad():
+            want, applied = model(input_ids=tokens, labels=labels), spread(model)
+            found_loss = model(input_ids=tokens, labels=labels)
+        both = [x if isinstance(x, Tensor) else x.loss for x in (want, found_loss)]
+        torch.testing.assert_close(both[0], both[1])
+        found.append(applied.consecutive)
+    return found
+
+
+def test_code_around_a_model_and_losses_that_are_no_means_are_followed() -> None:
+    assert run_ranks(losses_of, 2) == [[True, True]] * 2
+
+
+def changes_twice() -> None:
+    x = torch.ones(2, LENGTH, 4)
+    model = nn.Sequential(Twice())
+    spread(model)
+    with pytest.raises(Unsupported, match="was given an activation of which each rank has a part"):
+        model(x * 1)
+
+
+def test_a_module_that_has_changed_something_is_not_called_again() -> None:
+    run_ranks(changes_twice, 2)
 
 
 class Shared(nn.Module):

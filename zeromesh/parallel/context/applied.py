@@ -171,6 +171,35 @@ def pairs_of(mask: Tensor) -> CausalPairs:
     return pairs
 
 
+def is_token_mean(loss: Any, logits: Tensor, shifts: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a loss of ``logits``, of shape (samples, sequence, width), is the mean over labelled tokens.
+
+    Others than transformers' own are tried with eight tokens; ``shifts`` if it takes ``shift_labels``.
+    """
+    known = getattr(inspect.unwrap(loss), "__name__", "") in _MEANS and loss.__module__.startswith("transformers.loss")
+    if known and not kwargs.keys() & {"ignore_index", "num_items_in_batch"} and len(args) < 2:
+        return True
+    generator, width, device = torch.Generator().manual_seed(0), logits.shape[-1], logits.device
+    trial = torch.randn(1, 8, width, generator=generator).to(device)
+    labels = torch.arange(0, 56, 7, device=device).unsqueeze(0) % width
+    labels[0, 1] = batch.IGNORE_LABEL
+
+    def of(tokens: slice) -> Tensor:
+        shifted = {"shift_labels": labels[:, tokens]} if shifts else {}
+        result: Tensor = loss(trial[:, tokens], labels[:, tokens], *args, **shifted, **kwargs)
+        return result
+
+    try:
+        with torch.no_grad():
+            both, first, last = of(slice(0, 8)), of(slice(0, 4)), of(slice(4, 8))
+        return both.numel() == 1 and torch.allclose((3 * first + 4 * last) / 7, both, rtol=1e-4)
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return False
+
+
+_MEANS = ("ForCausalLMLoss", "ForMaskedLMLoss", "ForTokenClassification")
+
+
 def replace_forward(module: nn.Module, run: Callable[..., Any]) -> None:
     """Replace the module's forward by ``run(forward, *args, **kwargs)``."""
     # Unlike hooks, it also runs where a wrapper of the model calls ``forward`` itself.

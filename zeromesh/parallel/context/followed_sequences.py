@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, update_wrapper
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules._functions import BackwardHookFunction
 
 from zeromesh.base.containers import map_tensors, tensors_of
+from zeromesh.base.in_place import version
 from zeromesh.base.substitution import of_library
 from zeromesh.parallel.context import spread_batch as batch
 from zeromesh.parallel.context.applied import (
     SpreadSequences,
     Unsupported,
+    is_token_mean,
     named_arguments,
     parameters_of,
     refuse,
@@ -35,6 +39,7 @@ from zeromesh.parallel.follow.split_activation import (
     whole,
 )
 from zeromesh.parallel.follow.split_rules import as_split
+from zeromesh.parallel.tensor.random_streams import RandomStreams
 
 # Each rank holds consecutive tokens, and differentiates its own share of the loss: a parameter's gradient is the mean
 # over the ranks of what they find, as in data parallelism. So what is gathered has the sum of all ranks' gradients, and
@@ -46,8 +51,9 @@ class TokenAxis(TensorAxis):
     """Messages over the context axis."""
 
     def __init__(self, applied: SpreadSequences) -> None:
-        self.applied = applied
-        self.size, self.group, self.tag = applied.group.size, applied.group, applied.tag
+        super().__init__(applied.group, cast("RandomStreams", None), applied.tag)
+        self.applied, self.gradient_scale = applied, applied.group.size
+        self._alike = TensorAxis(applied.group, cast("RandomStreams", None), applied.tag)
 
     def _move(self, x: Tensor, name: str, dim: int = 0) -> Tensor:
         return super()._move(x, _MOVES[name], dim)
@@ -67,11 +73,41 @@ class TokenAxis(TensorAxis):
 
     def again(self, result: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """Return this rank's part of a result that has the sequence in the dim where one of the activations has it."""
-        splits = [part.split_dim for part in parts if isinstance(part, SplitActivation)]
-        for split_dim in splits:
-            if split_dim.dim < result.ndim and result.shape[split_dim.dim] == split_dim.size:
-                return as_split(self.take(result, split_dim), split_dim, self)
-        return result
+        split_dim = _split_of(result, parts)
+        return result if split_dim is None else as_split(self.take(result, split_dim), split_dim, self)
+
+    def call_alike(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function that has a backward of its own: given wholes, and gradients as one process has them.
+
+        Raise NeedsWhole if it writes to an activation, or draws random numbers, which differ between ranks.
+        """
+        parts = [x for x in tensors_of((args, kwargs)) if isinstance(x, SplitActivation)]
+
+        def scaled(x: Tensor, factor: float) -> Tensor:
+            if x.requires_grad:
+                x.register_hook(lambda gradient: gradient * factor)
+            return x
+
+        def given(x: Tensor) -> Tensor:
+            return (
+                scaled(self._alike.gather(part_of(x), x.split_dim), self.size) if isinstance(x, SplitActivation) else x
+            )
+
+        def returned(x: Tensor) -> Tensor:
+            if not x.is_floating_point() or any(x is other for other in others):
+                return x
+            split_dim = _split_of(x, parts)
+            if split_dim is None:
+                return scaled(self._alike.copy(x), 1 / self.size) if x.requires_grad else x
+            return as_split(scaled(self._alike.take(x, split_dim).clone(), 1 / self.size), split_dim, self)
+
+        whole_args, whole_kwargs = map_tensors((args, kwargs), given)
+        others = tensors_of((whole_args, whole_kwargs))
+        before = [version(x) for x in others], _random_states(others)
+        result = function(*whole_args, **whole_kwargs)
+        if before != ([version(x) for x in others], _random_states(others)):
+            raise NeedsWhole("a function with a backward of its own writes to its arguments, or draws numbers", _NONE)
+        return map_tensors(result, returned)
 
     def split(self, x: Any) -> Any:
         """Return this rank's part of (samples, sequence, ...); what cannot be cut is left whole."""
@@ -81,14 +117,45 @@ class TokenAxis(TensorAxis):
         return as_split(self.take(x, split_dim), split_dim, self)
 
 
+_NONE = frozenset[str]()
+
+
+def _split_of(result: Tensor, parts: Sequence[Tensor]) -> SplitDim | None:
+    splits = [part.split_dim for part in parts if isinstance(part, SplitActivation)]
+    fits = (split for split in splits if split.dim < result.ndim and result.shape[split.dim] == split.size)
+    return next(fits, None)
+
+
+def _random_states(values: Sequence[Tensor]) -> list[bytes]:
+    """Return what the next random numbers on the devices of these tensors follow from."""
+    devices = {x.device for x in values if x.is_cuda}
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+    return [state.numpy().tobytes() for state in states]
+
+
+_APPLY = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+
+@functools.wraps(_APPLY)
+def _apply(kind: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    """Apply a function to wholes where it is given parts of sequences: its backward does not know parts."""
+    part = next((x for x in (*args, *kwargs.values()) if isinstance(x, SplitActivation)), None)
+    if part is None or not isinstance(part.axis, TokenAxis) or not torch._C._is_torch_function_enabled():
+        return _APPLY(kind, *args, **kwargs)
+    if kind is BackwardHookFunction:
+        raise refuse("a module", "its full backward hook would be given gradients of this rank's tokens")
+    return part.axis.call_alike(partial(_APPLY, kind), args, kwargs)
+
+
 def install(model: Any, applied: SpreadSequences) -> None:
     """Change a model so that, where ``applied.consecutive``, its code is given parts that stand for the whole."""
     axis = TokenAxis(applied)
+    torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
     for module in model.modules():
         replace_forward(module, _Followed(axis, module).run)
-    if "labels" in parameters_of(type(model)) and hasattr(model, "loss_function"):
-        loss = model.loss_function
-        setattr(model, "loss_function", update_wrapper(partial(_loss, axis, loss), loss))  # noqa: B010
+    for module in model.modules():
+        if "labels" in parameters_of(type(module)) and callable(loss := getattr(module, "loss_function", None)):
+            setattr(module, "loss_function", update_wrapper(partial(_loss, axis, loss), loss))  # noqa: B010
     guard_functions({type(module) for module in model.modules() if not of_library(module)})
     replace_forward(model, partial(_run, axis, type(model)))
 
@@ -98,12 +165,14 @@ class _Followed:
 
     Attributes:
         needs_whole: True if the module is given whole sequences, on each rank: it reads tokens one after the other, or
-            has a backward of its own, which does not know parts.
+            does what can only be done with the whole.
     """
 
     def __init__(self, axis: TokenAxis, module: nn.Module) -> None:
         self._axis, self._reads_ids = axis, isinstance(module, nn.Embedding)
-        self._splits: dict[int | str, SplitDim] = {}
+        self._module, self._was_called = module, False
+        # Of each argument that was given, by its place and the shape that a rank had of it; None: of a whole.
+        self._splits: dict[tuple[int | str, torch.Size], set[SplitDim | None]] = {}
         self.needs_whole = any(
             isinstance(child, nn.RNNBase) or (isinstance(child, nn.Conv1d) and max(child.kernel_size) > 1)
             for child in (module, *module.children())
@@ -126,23 +195,61 @@ class _Followed:
     def _compute(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._reads_ids:  # those that a model makes itself, such as a decoder's, are whole
             args = tuple(map(self._axis.split, args))
+        arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        for place, x in arguments:
+            if isinstance(x, Tensor):
+                split_dim, local = (x.split_dim, part_of(x)) if isinstance(x, SplitActivation) else (None, x)
+                self._splits.setdefault((place, local.shape), set()).add(split_dim)
         parts = [x for x in tensors_of((args, kwargs)) if isinstance(x, SplitActivation) and x.axis is self._axis]
         if not parts:
             return forward(*args, **kwargs)
-        arguments: list[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]
-        self._splits = {place: x.split_dim for place, x in arguments if isinstance(x, SplitActivation)}
         if not self.needs_whole:
+            before = None if self._was_called else self._state(parts)
             try:
-                return forward(*args, **kwargs)
+                result = forward(*args, **kwargs)
+                self._was_called = True
+                return result
             except NeedsWhole:
+                # What it has changed already, it would change twice.
+                if before is None or not _same(before, self._state(parts)):
+                    raise
                 self.needs_whole = True
-        return map_tensors(forward(*whole(args), **whole(kwargs)), lambda x: self._axis.again(x, parts))
+        args, kwargs = whole((args, kwargs))
+        wholes = tensors_of((args, kwargs))
+        versions = [version(x) for x in wholes]
+        result = forward(*args, **kwargs)
+        if versions != [version(x) for x in wholes]:
+            raise NeedsWhole(f"{type(self._module).__name__} writes to an activation that it needs whole", _NONE)
+        return map_tensors(result, lambda x: self._axis.again(x, parts))
+
+    def _state(self, parts: Sequence[Tensor]) -> list[Any]:
+        """Return what the module may have changed when it is called."""
+        state: list[Any] = []
+        values = [
+            value for module in self._module.modules() for value in (*vars(module).values(), *module._buffers.values())
+        ]
+        for value in (*values, *parts):
+            count = version(value) if isinstance(value, Tensor) else len(value) if isinstance(value, _SIZED) else 0
+            state += value, count
+        return state
 
     def _given(self, place: int | str, x: Any) -> Any:
-        split_dim = self._splits.get(place)
-        if split_dim is None or not isinstance(x, Tensor) or isinstance(x, SplitActivation):
+        if not isinstance(x, Tensor) or isinstance(x, SplitActivation):
             return x
-        return as_split(x.view_as(x), split_dim, self._axis)
+        first, *more = self._splits.get((place, x.shape), {None})
+        if more:
+            what = f"{type(self._module).__name__} was given parts and wholes of one shape, and is to be computed again"
+            raise NeedsWhole(what, _NONE)
+        return x if first is None else as_split(x.view_as(x), first, self._axis)
+
+
+_SIZED = (list, dict, set)
+
+
+def _same(before: list[Any], after: list[Any]) -> bool:
+    return len(before) == len(after) and all(
+        x is y or (type(x) is type(y) is int and x == y) for x, y in zip(before, after, strict=True)
+    )
 
 
 def _run(axis: TokenAxis, kind: type[nn.Module], forward: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -177,8 +284,11 @@ def _follow(axis: TokenAxis, kind: type[nn.Module], forward: Any, args: tuple[An
             require_length(named[name].shape[1], axis.size)
             named[name] = axis.split(named[name])
     axis.applied.whole_outputs.clear()
-    with Sealed():
-        return map_tensors(forward(**named), partial(_leave, axis))
+    try:
+        with Sealed():
+            return map_tensors(forward(**named), partial(_leave, axis))
+    except NeedsWhole as error:
+        raise refuse(kind.__name__, str(error).partition("; in tensor_parallel")[0]) from error
 
 
 def _leave(axis: TokenAxis, x: Tensor) -> Tensor:
@@ -193,9 +303,12 @@ def _leave(axis: TokenAxis, x: Tensor) -> Tensor:
 def _loss(axis: TokenAxis, loss: Any, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Compute a model's loss of this rank's tokens, and the mean over all ranks."""
     applied = axis.applied
-    if not applied.active or not isinstance(logits, SplitActivation) or logits.split_dim.dim != 1:
+    shifts = "shift_labels" in inspect.signature(loss).parameters
+    is_part = isinstance(logits, SplitActivation) and logits.split_dim.dim == 1 and applied.active
+    others = {name: x for name, x in kwargs.items() if name != "shift_labels"}
+    if not is_part or not is_token_mean(loss, logits, shifts, args, others):
         return loss(logits, labels, *args, **kwargs)
-    if shifts := "shift_labels" in inspect.signature(loss).parameters:
+    if shifts:
         shifted_labels = kwargs.pop("shift_labels", None)
         padded = nn.functional.pad(labels[:, 1:], (0, 1), value=batch.IGNORE_LABEL)
         labels = padded if shifted_labels is None else shifted_labels

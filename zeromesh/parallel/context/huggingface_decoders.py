@@ -18,6 +18,7 @@ from zeromesh.comm.collectives import Group
 from zeromesh.parallel.context import spread_batch as batch
 from zeromesh.parallel.context.applied import (
     SpreadSequences,
+    is_token_mean,
     named_arguments,
     parameters_of,
     refuse,
@@ -33,7 +34,7 @@ from zeromesh.parallel.follow.token_check import Following, TokenCheck
 
 _numbers = itertools.count()
 
-_KNOWN = ("torch", "transformers", "peft", "bitsandbytes", "zeromesh")  # packages whose layers are known
+KNOWN = ("torch", "transformers", "peft", "bitsandbytes", "zeromesh")  # packages whose layers are known
 
 # Rotary positions whose frequencies depend on the longest position that a rank has.
 _FROM_LONGEST = ("dynamic", "longrope")
@@ -75,7 +76,7 @@ def install(model: Any, applied: SpreadSequences, unchecked: Sequence[str] = ())
     if "labels" in parameters_of(type(model)):
         loss = model.loss_function
         model.loss_function = update_wrapper(partial(_loss, loss, applied, _shifts(model)), loss)
-    if any(type(module).__module__.partition(".")[0] not in _KNOWN for module in model.modules()):
+    if any(type(module).__module__.partition(".")[0] not in KNOWN for module in model.modules()):
         parts.check = check_of(model, applied, unchecked, trusted="transformers")
         parts.check.install(model)
     replace_forward(model, parts.run)
@@ -255,7 +256,8 @@ class _Parts:
         extras: dict[str, Any],
     ) -> Tensor:
         """Compute attention by any mask; (batch, sequence, heads, width)."""
-        rows, length = self._whole.shape
+        # Not of the last forward: this may be a recomputation of one before it.
+        rows, length = query.shape[0], query.shape[2] * self._applied.group.size
         reason = ""
         if extras["dropout"] > 0:
             reason = f"its attention has dropout {extras['dropout']:g}, which ranks would have to draw alike"
@@ -265,7 +267,7 @@ class _Parts:
             reason = f"sdpa does not cap its attention's scores at {extras['softcap']}: build it with eager attention"
         elif query.shape[2] != key.shape[2]:
             reason = f"it has {query.shape[2]} queries and {key.shape[2]} keys, which should be of one sequence"
-        elif mask is not None and (mask.shape[0], *mask.shape[-2:]) != (rows, length, length):
+        elif mask is not None and self._applied.sends and (mask.shape[0], *mask.shape[-2:]) != (rows, length, length):
             reason = f"it has a mask of its own, of shape {tuple(mask.shape)}"
         if reason:
             raise refuse(self._name(module), reason)
@@ -299,7 +301,7 @@ class _Parts:
             reason = f"it has {options['sinks'].numel()} sinks for {query.shape[1]} heads of this rank"
             raise refuse(self._name(module), reason, "set mesh.tensor or mesh.context to 1")
         if mask is None and (eager or not causal):  # it sees all tokens
-            options["pairs"] = RulePairs([], self._applied.group.size, self._whole.shape[1])
+            options["pairs"] = RulePairs([], self._applied.group.size, query.shape[2] * self._applied.group.size)
         if eager and type(module) not in self._proven:
             self._prove(module, query, key, value, options, extras)
             self._proven.add(type(module))
@@ -391,4 +393,7 @@ def _loss(
     if not applied.replaces:
         return loss(logits, labels, *args, **kwargs)
     shifted = {"shift_labels": labels} if shifts else {}
+    if applied.sends and not is_token_mean(loss, logits, shifts, args, kwargs):
+        name = getattr(loss, "__name__", type(loss).__name__)
+        raise refuse(name, "it is not the mean over the tokens whose label is not -100, so ranks' losses do not add up")
     return applied.mean_loss(loss(logits, labels, *args, **shifted, **kwargs), labels)

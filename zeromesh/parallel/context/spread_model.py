@@ -48,9 +48,18 @@ def apply(
     utils = sys.modules.get("transformers.modeling_utils")
     models = [module for module in model.modules() if utils is not None and isinstance(module, utils.PreTrainedModel)]
     target: Any = models[0] if models else model
+    inside = {*target.modules()}
+    outside = [
+        type(module)
+        for module in model.modules()
+        if module not in inside and type(module).__module__.partition(".")[0] not in huggingface.KNOWN
+    ]
     try:
         if models:
             config = target.config
+            if strategy == AUTO and outside:
+                reason = f"code of {outside[0].__name__} would be given what it returns of this rank's tokens alone"
+                raise refuse(type(target).__name__, reason, "take ring or ulysses if that treats tokens apart")
             if strategy == AUTO and config.get_text_config(decoder=True) is not config:
                 raise refuse(type(target).__name__, "its sequences may have images or sounds, with masks of their own")
             huggingface.install(target, applied, unchecked)
@@ -61,5 +70,5 @@ def apply(
             raise
         applied.follow_code(error)
     if strategy == AUTO:
-        followed.install(target, applied)
+        followed.install(model if outside else target, applied)
     return applied

@@ -47,6 +47,7 @@ class Axis:
     """Messages between the ranks that hold the parts."""
 
     size: int
+    gradient_scale = 1  # gradients of parts, over those of one process
     sums_sparse = False  # true if sparse gradients of what all ranks have whole are summed
 
     def gather(self, part: Tensor, split_dim: SplitDim) -> Tensor:
@@ -302,7 +303,9 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def returned(x: Tensor) -> Tensor:
         if id(x) in written:
             return written[id(x)]
-        return splits[0].axis.again(x, splits) if splits and _memory(x) not in sources else _read_only(x, sources)
+        if not splits or _memory(x) in sources or any(_memory(x) == _memory(other) for other in wholes):
+            return _read_only(x, sources)
+        return splits[0].axis.again(x, splits)
 
     return map_tensors(result, returned)
 

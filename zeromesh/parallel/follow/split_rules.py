@@ -193,9 +193,10 @@ def _hook(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
     def on_gradient(gradient: Tensor) -> Tensor | None:
         with Sealed():
-            replacement = hook(as_split(gradient.view_as(gradient), split_dim, axis))
+            replacement = hook(as_split(gradient / axis.gradient_scale, split_dim, axis))
         if replacement is None:
             return None
+        replacement = replacement * axis.gradient_scale
         same = isinstance(replacement, SplitActivation) and replacement.split_dim.sections == split_dim.sections
         with torch._C.DisableTorchFunctionSubclass():
             return (
