@@ -17,6 +17,7 @@ from zeromesh.base.quantized_layers import FOUR_BIT, is_quantized
 from zeromesh.comm.mesh import Mesh
 from zeromesh.config.settings import TIERS
 from zeromesh.shard.tables.stacked_rows import RestingExperts, StackedRows, StackedWeight, exact_rule
+from zeromesh.shard.tables.table import has_hooks
 
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved
@@ -94,7 +95,7 @@ def _reason(model: nn.Module, item: Experts, uses: Mapping[int, int]) -> str | N
             return f"{name} is trained, and {item.name} has adapters"
         if uses[id(parameter)] > 1:
             return f"{name} is used elsewhere, too"
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if has_hooks(parameter):
             return f"{name} has hooks, which expect a gradient of its shape"
     return objection_to_single(without_adapters(model, item)) or None
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -34,6 +35,7 @@ from zeromesh.shard.tables.row_rules import Options, RowState
 from zeromesh.shard.tables.table import Table
 
 WINDOW = 1 << 18  # elements that take all their steps before others do: a processor's cache has them and their states
+MOST_MISSED = 1000  # steps that are kept for a row; one that misses more takes them, used or not
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,7 @@ class StackedTable(Table):
         self._steps.append(step)
         self._missed += 1
         state["step"] = state["step"] + 1
+        self._make_up((self._missed > MOST_MISSED).nonzero().flatten())
         self._forget_steps()
 
     def _make_up(self, rows: torch.Tensor, weights: torch.Tensor | None = None) -> None:
@@ -188,8 +191,7 @@ class StackedTable(Table):
         self._forget_steps()
 
     def _steps_of(self, row: int) -> list[UpdateStep]:
-        missed = int(self._missed[row])
-        return list(self._steps)[len(self._steps) - missed :]
+        return [*islice(reversed(self._steps), int(self._missed[row]))][::-1]
 
     def _forget_steps(self) -> None:
         most = int(self._missed.max()) if self.rows_here else 0
@@ -282,8 +284,7 @@ def _call(
 ) -> Any:
     arguments = bound.arguments
     # Of torch.func.functional_call, or of a copy of the model.
-    other = any(w.value is not table.flat.parameters[0] for w, table in zip(stack.weights, tables, strict=True))
-    if other or (all(table.flat.unbound for table in tables) and not torch.is_grad_enabled()):
+    if any(w.value is not table.flat.parameters[0] for w, table in zip(stack.weights, tables, strict=True)):
         return own_forward(*bound.args, **bound.kwargs)
     index = arguments[stack.index]
     ids = index.long().unique()
@@ -301,15 +302,27 @@ def _call(
     call = TableCall(ids, _apart, _apart, failure)
     values: list[tuple[StackedWeight, torch.Tensor]] = []
     for weight, table in zip(stack.weights, tables, strict=True):
-        rows, (length, *shape) = lookups.look_up(table, call, at_once=True), table.flat.layout.segments[0].shape
-        rows = rows.view(len(ids) * length // stack.count, *shape)
-        values.append((weight, rows if table.flat.layout.trainable else nn.Parameter(rows, requires_grad=False)))
+        values.append((weight, _rows_of(stack, weight, table, lookups, call)))
     values += [(weight, weight.of(ids, stack.count)) for weight in stack.beside]
     for choose in stack.choose:
         choose(ids)
     arguments[stack.index] = torch.searchsorted(ids, index.long()).to(index.dtype)
     with _with_rows(stack, values, len(ids)):
         return own_forward(*bound.args, **bound.kwargs)
+
+
+def _rows_of(
+    stack: StackedRows, weight: StackedWeight, table: StackedTable, lookups: Lookups, call: TableCall
+) -> torch.Tensor:
+    """Return the rows of a weight that a call names; inside GatheredParameters, those that it has there."""
+    gathered = weight.of(call.ids, stack.count).detach() if table.flat.unbound and call.failure is None else None
+    if gathered is not None and not torch.is_grad_enabled():
+        return gathered  # without messages: ranks may generate texts of different lengths
+    length, *shape = table.flat.layout.segments[0].shape
+    rows = lookups.look_up(table, call, at_once=True).view(len(call.ids) * length // stack.count, *shape)
+    if gathered is not None:
+        rows.data.copy_(gathered)
+    return rows if table.flat.layout.trainable else nn.Parameter(rows, requires_grad=False)
 
 
 class _Rows(torch.autograd.Function):
