@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.optim import Optimizer
 
-from zeromesh.base.kernels.update_rules import RULES
 from zeromesh.base.quantized_layers import FOUR_BIT, is_quantized
 from zeromesh.comm.mesh import Mesh
 from zeromesh.config.settings import TIERS
-from zeromesh.shard.tables.stacked_rows import RestingExperts, StackedRows, StackedWeight, exact_rule
+from zeromesh.shard.optim.host import state_names
+from zeromesh.shard.tables.stacked_rows import RestingExperts, StackedRows, StackedWeight, require_rules
 from zeromesh.shard.tables.table import has_hooks
 
 if TYPE_CHECKING:
@@ -114,6 +114,6 @@ def resting_settings(
     folder = Path(chosen.nvme_path).absolute() if chosen.rest == "nvme" and chosen.nvme_path is not None else None
     names: tuple[str, ...] = ()
     if optimizer is not None and any(weight.value.requires_grad for stack in stacks for weight in stack.weights):
-        groups = optimizer.param_groups
-        names = max((RULES[exact_rule(optimizer, group, stacks[0].path)].states(group) for group in groups), key=len)
-    return RestingExperts(tuple(stacks), TIERS[chosen.rest], folder, chosen.slots, tuple(names), narrow)
+        require_rules(optimizer)
+        names = state_names(optimizer)
+    return RestingExperts(tuple(stacks), TIERS[chosen.rest], folder, chosen.slots, names, narrow)

@@ -25,9 +25,10 @@ import torch
 from torch import nn
 
 from zeromesh.base.kernels.update_pass import UpdatePiece, UpdateStep, update
-from zeromesh.base.kernels.update_rules import RULES, Group, rule_of, state_dtype
+from zeromesh.base.kernels.update_rules import RULES, rule_of, state_dtype
 from zeromesh.base.placement import Tier
 from zeromesh.comm.mesh import Mesh
+from zeromesh.shard.optim.host import options_now, states_of
 from zeromesh.shard.sizes import TableLayout
 from zeromesh.shard.tables.lookups import Lookups, TableCall
 from zeromesh.shard.tables.row_memory import RowMemory
@@ -145,15 +146,18 @@ class StackedTable(Table):
         super().settle(forget)
 
     def rule_of(self, optimizer: torch.optim.Optimizer, group: Options) -> str:
-        """Return the name of the host's rule for a group; see ``exact_rule``."""
-        return exact_rule(optimizer, group, self.full_name)
+        """Return the name of the host's rule for a group; raise ValueError if there is none any more."""
+        rule = rule_of(optimizer, group)
+        if rule is None:
+            require_rules(optimizer)
+        return str(rule)
 
     def update(self, rule: str, options: Options, state: dict[str, Any]) -> None:
         """Take one step: rows that have a gradient at once, all others when they are next used."""
         names = RULES[rule].states(options)
         self._bind([RowState(key, initial=_INITIAL.get(key)) for key in names], options, state)
         number = int(state["step"]) + 1
-        step = UpdateStep(rule, _of_now(options, RULES[rule].options), number)
+        step = UpdateStep(rule, options_now(options, RULES[rule].options), number)
         if self._steps and self._steps[-1].group == step.group:
             step = UpdateStep(rule, self._steps[-1].group, number)  # its options are kept once
         gradients = self.gradient.summed.to("cpu", self.flat.master.dtype)
@@ -215,31 +219,9 @@ class StackedTable(Table):
 _INITIAL = {"sum": "initial_accumulator_value"}
 
 
-def _of_now(options: Options, names: Sequence[str]) -> Group:
-    """Return copies of some options, which schedules change."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return float(value)
-        return tuple(map(float, value)) if isinstance(value, list | tuple) else value
-
-    return {name: plain(options[name]) for name in names if name in options}
-
-
-def exact_rule(optimizer: torch.optim.Optimizer, group: Options, name: str) -> str:
-    """Return the name of the host's rule that makes up for steps of ``name`` as an optimizer's group would take them.
-
-    Raises:
-        ValueError: there is none.
-    """
-    rule = rule_of(optimizer, group)
-    if rule is None:
-        raise ValueError(
-            f"experts.rest: {type(optimizer).__name__} has no update on the host by which {name} could make up for "
-            f"steps that it misses; optimizers that have one are {', '.join(RULES)}, without amsgrad, capturable and "
-            "differentiable. Use one of them, or leave experts.rest out"
-        )
-    return rule
+def require_rules(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if the host has no rules by which rows make up for steps as an optimizer takes them."""
+    states_of(optimizer, "experts.rest lets experts make up for steps that they miss", "leave experts.rest out")
 
 
 def require_room(resting: RestingExperts, tables: Sequence[StackedTable], mixed: bool) -> None:
