@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.optim import Optimizer
 
-from zeromesh.base.kernels.update_rules import RULES
 from zeromesh.base.quantized_layers import FOUR_BIT, is_quantized
 from zeromesh.comm.mesh import Mesh
 from zeromesh.config.settings import TIERS
-from zeromesh.shard.tables.stacked_rows import RestingExperts, StackedRows, StackedWeight, exact_rule
+from zeromesh.shard.optim.host import state_names
+from zeromesh.shard.tables.stacked_rows import RestingExperts, StackedRows, StackedWeight, require_rules
+from zeromesh.shard.tables.table import has_hooks
 
 if TYPE_CHECKING:
     from zeromesh.config.settings import Resolved
@@ -94,7 +95,7 @@ def _reason(model: nn.Module, item: Experts, uses: Mapping[int, int]) -> str | N
             return f"{name} is trained, and {item.name} has adapters"
         if uses[id(parameter)] > 1:
             return f"{name} is used elsewhere, too"
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if has_hooks(parameter):
             return f"{name} has hooks, which expect a gradient of its shape"
     return objection_to_single(without_adapters(model, item)) or None
 
@@ -113,6 +114,6 @@ def resting_settings(
     folder = Path(chosen.nvme_path).absolute() if chosen.rest == "nvme" and chosen.nvme_path is not None else None
     names: tuple[str, ...] = ()
     if optimizer is not None and any(weight.value.requires_grad for stack in stacks for weight in stack.weights):
-        groups = optimizer.param_groups
-        names = max((RULES[exact_rule(optimizer, group, stacks[0].path)].states(group) for group in groups), key=len)
-    return RestingExperts(tuple(stacks), TIERS[chosen.rest], folder, chosen.slots, tuple(names), narrow)
+        require_rules(optimizer)
+        names = state_names(optimizer)
+    return RestingExperts(tuple(stacks), TIERS[chosen.rest], folder, chosen.slots, names, narrow)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from zeromesh.base.kernels.update_pass import StatesApart, StepInput, UpdatePiece, UpdateStep, update, update_on_device
 from zeromesh.base.kernels.update_rules import RULES, rule_of, state_dtype
@@ -70,7 +71,7 @@ class HostSteps:
         # Of each parameter that the kernel updates, its group and the name of the rule.
         self._updated: dict[int, tuple[dict[str, Any], str]] = {}
         for group in self._optimizer.param_groups:
-            taken = {key: _number(value) for key, value in group.items()}
+            taken = options_now(group, group)
             if (rule := rule_of(self._optimizer, taken)) is not None:
                 self._updated |= {id(parameter): (taken, rule) for parameter in group["params"]}
 
@@ -180,7 +181,8 @@ class HostSteps:
         return state_dtype(name in self.narrow, parameter.dtype)
 
 
-def _number(value: Any) -> Any:
-    """Return a number of its own."""
-    # A learning rate that is a tensor may be changed in place while the step is still being computed.
-    return float(value) if isinstance(value, torch.Tensor) else value
+def options_now(group: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return options of a group as they are now, in numbers: schedules may change them in place before a step."""
+    options = {name: group[name] for name in names if name in group and name != "params"}
+    options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    return tree_map_only(torch.Tensor, float, options)  # type: ignore[no-any-return]

@@ -10,6 +10,7 @@ from torch import nn
 
 from zeromesh.base.quantized_layers import is_quantized
 from zeromesh.base.substitution import own_computation
+from zeromesh.shard.tables.table import has_hooks
 
 KINDS = (nn.Embedding, nn.EmbeddingBag)
 
@@ -67,7 +68,7 @@ def _reason(name: str, module: nn.Module, places: Mapping[int, int]) -> str | No
         return "its weight is used elsewhere, too, where its gradient is dense"
     if not weight.requires_grad:
         return "its weight is frozen"
-    if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+    if has_hooks(weight):
         return "its weight has hooks, which expect a gradient of its shape"
     if module.scale_grad_by_freq:
         return "torch has no sparse gradients with scale_grad_by_freq"

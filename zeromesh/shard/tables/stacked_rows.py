@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -24,9 +25,10 @@ import torch
 from torch import nn
 
 from zeromesh.base.kernels.update_pass import UpdatePiece, UpdateStep, update
-from zeromesh.base.kernels.update_rules import RULES, Group, rule_of, state_dtype
+from zeromesh.base.kernels.update_rules import RULES, rule_of, state_dtype
 from zeromesh.base.placement import Tier
 from zeromesh.comm.mesh import Mesh
+from zeromesh.shard.optim.host import options_now, states_of
 from zeromesh.shard.sizes import TableLayout
 from zeromesh.shard.tables.lookups import Lookups, TableCall
 from zeromesh.shard.tables.row_memory import RowMemory
@@ -34,6 +36,7 @@ from zeromesh.shard.tables.row_rules import Options, RowState
 from zeromesh.shard.tables.table import Table
 
 WINDOW = 1 << 18  # elements that take all their steps before others do: a processor's cache has them and their states
+MOST_MISSED = 1000  # steps that are kept for a row; one that misses more takes them, used or not
 
 
 @dataclass(frozen=True)
@@ -143,15 +146,18 @@ class StackedTable(Table):
         super().settle(forget)
 
     def rule_of(self, optimizer: torch.optim.Optimizer, group: Options) -> str:
-        """Return the name of the host's rule for a group; see ``exact_rule``."""
-        return exact_rule(optimizer, group, self.full_name)
+        """Return the name of the host's rule for a group; raise ValueError if there is none any more."""
+        rule = rule_of(optimizer, group)
+        if rule is None:
+            require_rules(optimizer)
+        return str(rule)
 
     def update(self, rule: str, options: Options, state: dict[str, Any]) -> None:
         """Take one step: rows that have a gradient at once, all others when they are next used."""
         names = RULES[rule].states(options)
         self._bind([RowState(key, initial=_INITIAL.get(key)) for key in names], options, state)
         number = int(state["step"]) + 1
-        step = UpdateStep(rule, _of_now(options, RULES[rule].options), number)
+        step = UpdateStep(rule, options_now(options, RULES[rule].options), number)
         if self._steps and self._steps[-1].group == step.group:
             step = UpdateStep(rule, self._steps[-1].group, number)  # its options are kept once
         gradients = self.gradient.summed.to("cpu", self.flat.master.dtype)
@@ -166,6 +172,7 @@ class StackedTable(Table):
         self._steps.append(step)
         self._missed += 1
         state["step"] = state["step"] + 1
+        self._make_up((self._missed > MOST_MISSED).nonzero().flatten())
         self._forget_steps()
 
     def _make_up(self, rows: torch.Tensor, weights: torch.Tensor | None = None) -> None:
@@ -188,8 +195,7 @@ class StackedTable(Table):
         self._forget_steps()
 
     def _steps_of(self, row: int) -> list[UpdateStep]:
-        missed = int(self._missed[row])
-        return list(self._steps)[len(self._steps) - missed :]
+        return [*islice(reversed(self._steps), int(self._missed[row]))][::-1]
 
     def _forget_steps(self) -> None:
         most = int(self._missed.max()) if self.rows_here else 0
@@ -213,31 +219,9 @@ class StackedTable(Table):
 _INITIAL = {"sum": "initial_accumulator_value"}
 
 
-def _of_now(options: Options, names: Sequence[str]) -> Group:
-    """Return copies of some options, which schedules change."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return float(value)
-        return tuple(map(float, value)) if isinstance(value, list | tuple) else value
-
-    return {name: plain(options[name]) for name in names if name in options}
-
-
-def exact_rule(optimizer: torch.optim.Optimizer, group: Options, name: str) -> str:
-    """Return the name of the host's rule that makes up for steps of ``name`` as an optimizer's group would take them.
-
-    Raises:
-        ValueError: there is none.
-    """
-    rule = rule_of(optimizer, group)
-    if rule is None:
-        raise ValueError(
-            f"experts.rest: {type(optimizer).__name__} has no update on the host by which {name} could make up for "
-            f"steps that it misses; optimizers that have one are {', '.join(RULES)}, without amsgrad, capturable and "
-            "differentiable. Use one of them, or leave experts.rest out"
-        )
-    return rule
+def require_rules(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if the host has no rules by which rows make up for steps as an optimizer takes them."""
+    states_of(optimizer, "experts.rest lets experts make up for steps that they miss", "leave experts.rest out")
 
 
 def require_room(resting: RestingExperts, tables: Sequence[StackedTable], mixed: bool) -> None:
@@ -282,8 +266,7 @@ def _call(
 ) -> Any:
     arguments = bound.arguments
     # Of torch.func.functional_call, or of a copy of the model.
-    other = any(w.value is not table.flat.parameters[0] for w, table in zip(stack.weights, tables, strict=True))
-    if other or (all(table.flat.unbound for table in tables) and not torch.is_grad_enabled()):
+    if any(w.value is not table.flat.parameters[0] for w, table in zip(stack.weights, tables, strict=True)):
         return own_forward(*bound.args, **bound.kwargs)
     index = arguments[stack.index]
     ids = index.long().unique()
@@ -301,15 +284,27 @@ def _call(
     call = TableCall(ids, _apart, _apart, failure)
     values: list[tuple[StackedWeight, torch.Tensor]] = []
     for weight, table in zip(stack.weights, tables, strict=True):
-        rows, (length, *shape) = lookups.look_up(table, call, at_once=True), table.flat.layout.segments[0].shape
-        rows = rows.view(len(ids) * length // stack.count, *shape)
-        values.append((weight, rows if table.flat.layout.trainable else nn.Parameter(rows, requires_grad=False)))
+        values.append((weight, _rows_of(stack, weight, table, lookups, call)))
     values += [(weight, weight.of(ids, stack.count)) for weight in stack.beside]
     for choose in stack.choose:
         choose(ids)
     arguments[stack.index] = torch.searchsorted(ids, index.long()).to(index.dtype)
     with _with_rows(stack, values, len(ids)):
         return own_forward(*bound.args, **bound.kwargs)
+
+
+def _rows_of(
+    stack: StackedRows, weight: StackedWeight, table: StackedTable, lookups: Lookups, call: TableCall
+) -> torch.Tensor:
+    """Return the rows of a weight that a call names; inside GatheredParameters, those that it has there."""
+    gathered = weight.of(call.ids, stack.count).detach() if table.flat.unbound and call.failure is None else None
+    if gathered is not None and not torch.is_grad_enabled():
+        return gathered  # without messages: ranks may generate texts of different lengths
+    length, *shape = table.flat.layout.segments[0].shape
+    rows = lookups.look_up(table, call, at_once=True).view(len(call.ids) * length // stack.count, *shape)
+    if gathered is not None:
+        rows.data.copy_(gathered)
+    return rows if table.flat.layout.trainable else nn.Parameter(rows, requires_grad=False)
 
 
 class _Rows(torch.autograd.Function):

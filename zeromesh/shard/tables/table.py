@@ -90,8 +90,9 @@ class RowGradient:
             every = self._arrived or [(none[0], none[1].view(0, self._width).to(device))]
             ids, gradient = add_up([row_ids for row_ids, _ in every], [part for _, part in every])
         self._arrived = []
-        # A sum that was made before is not rounded again; all ranks know of it.
-        return ids, gradient.to(torch.promote_types(self._sent, torch.float32) if self._reopened else self._sent)
+        # What is not sent is not rounded; nor is a sum that was made before, again: all ranks know of it.
+        wide = self._reopened or self._mesh.shard.size == 1
+        return ids, gradient.to(torch.promote_types(self._sent, torch.float32) if wide else self._sent)
 
     def take_sum(self, parts: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         """Add up the gradients that all ranks have sent for the rows here, in the order of ranks."""
@@ -295,6 +296,8 @@ class Table:
         # Not a view, which would keep the memory of what it is a view of.
         rows = torch.empty(ids.numel(), self.width, dtype=self.wire, device=self.group.device)
         if torch.is_grad_enabled() and self.flat.parameters[0].requires_grad:
+            if has_hooks(self.flat.parameters[0]):
+                self.refuse(self, f"{self.full_name} was given a hook, which expects a gradient of its shape, but it")
             rows.requires_grad_()
             rows.register_post_accumulate_grad_hook(RowArrival(self._notify, self.gradient, ids))
             self._leaves = [leaf for leaf in self._leaves if leaf() is not None] + [ref(rows)]
@@ -389,6 +392,12 @@ class Table:
         if [plane.data_ptr() for plane in planes] != [plane.data_ptr() for plane in self.rows.planes]:
             self.settle(forget=True)
             self.rows.replace(planes)
+
+
+def has_hooks(weight: torch.Tensor) -> bool:
+    """Return whether a parameter has hooks on its gradient."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
 
 
 def add_up(ids: list[torch.Tensor], gradients: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
