@@ -215,8 +215,22 @@ def of_third_dim(hidden: Tensor, _: nn.Module) -> Tensor:
     return hidden - hidden.mean(2, keepdim=True) if hidden.ndim == 4 else hidden
 
 
+def of_three_dims(hidden: Tensor, _: nn.Module) -> Tensor:
+    samples, tokens, width = hidden.shape
+    return hidden.view(samples * tokens, width).view(samples, tokens, width)
+
+
 def of_large_batch(hidden: Tensor, _: nn.Module) -> Tensor:
     return hidden - hidden.mean(1, keepdim=True) if len(hidden) > 1 else hidden
+
+
+def with_count(hidden: Tensor, module: Any) -> Tensor:
+    module.calls = getattr(module, "calls", 0) + 1
+    return hidden * module.calls
+
+
+def with_average(hidden: Tensor, module: Any) -> Tensor:
+    return hidden * module.average.mul_(0.9)
 
 
 class With(Mlp):
@@ -225,6 +239,7 @@ class With(Mlp):
     def __init__(self, function: Any) -> None:
         super().__init__()
         self.function = function
+        self.register_buffer("average", torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.function(self.up(x), self))
@@ -241,10 +256,24 @@ def test_code_that_mixes_tokens_in_one_mode_or_at_some_sizes_is_refused(trains: 
     assert [model[name].training for name in model] == [trains, trains, trains, False]
 
 
+class InPlace(Mlp):
+    """Changes its argument."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(2))
+
+
+def test_code_that_would_change_something_in_each_tile_is_refused() -> None:
+    modules = {"an attribute": With(with_count), "its buffer average": With(with_average), "its argument": InPlace()}
+    for changed, module in modules.items():
+        with pytest.raises(ValueError, match=f"it changes {changed}, which it would in each tile"):
+            find_tiled(nn.Sequential(module), [("0", module)])
+
+
 def test_numbers_of_dims_that_were_not_proven_are_refused() -> None:
-    model = nn.ModuleList([With(of_first_dim), With(of_third_dim)])
+    model = nn.ModuleList([With(of_first_dim), With(of_third_dim), With(of_three_dims)])
     found = find_tiled(model)
-    assert [sorted(tiled.dims) for tiled in found.values()] == [[3, 4], [2, 3]]
+    assert [sorted(tiled.dims) for tiled in found.values()] == [[3, 4], [2, 3], [3]]
     x = torch.randn(1, 5, 8)
     expected = model[0](x)
     tile_modules(model, found, 2)

@@ -108,38 +108,37 @@ def imitated(
 HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "_hooks" in name and value is not None)
 
 
-def code_of(module: nn.Module) -> Any:
+def code_of(module: nn.Module, values: bool = True) -> Any:
     """Return what decides how a module computes, but for its weights: a proof of one holds for all that are alike.
 
     Numbers and shapes are alike if they are equal, functions and other objects if they are the same.
+
+    Args:
+        module: any.
+        values: also those of small tensors that are no parameters, which a run without memory does not show.
     """
     return tuple(
         (
             name,
             type(part),
-            tuple((key, _alike(value)) for key, value in vars(part).items() if key not in _OF_TORCH),
+            tuple((key, _alike(value, values)) for key, value in vars(part).items() if key not in _OF_TORCH),
             tuple((kind, id(hook)) for kind in KINDS for hook, _ in user_hooks(part, kind)),
         )
         for name, part in module.named_modules(remove_duplicate=False)
     )
 
 
-def _alike(value: Any) -> Any:
+def _alike(value: Any, values: bool) -> Any:
     if isinstance(value, dict):
-        return dict, tuple((key, _alike(item)) for key, item in value.items())
+        return dict, tuple((key, _alike(item, values)) for key, item in value.items())
     if isinstance(value, list | tuple):
-        return type(value), tuple(map(_alike, value))
+        return type(value), tuple(_alike(item, values) for item in value)
     if isinstance(value, partial):
-        return partial, _alike((value.func, value.args, value.keywords))
+        return partial, _alike((value.func, value.args, value.keywords), values)
     if isinstance(value, Tensor):
-        small = None if isinstance(value, nn.Parameter) else copied_value(value)
-        return (
-            type(value),
-            value.shape,
-            value.dtype,
-            value.requires_grad,
-            None if small is None else str(small.tolist()),
-        )
+        small = copied_value(value) if values and not isinstance(value, nn.Parameter) else None
+        shown = None if small is None else str(small.tolist())
+        return type(value), value.shape, value.dtype, value.requires_grad, shown
     return (type(value), value) if isinstance(value, _NUMBERS) else id(value)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from zeromesh.base.dry.meta_values import META
 from zeromesh.base.dry.model_copy import code_of
+from zeromesh.base.in_place import version
 from zeromesh.parallel.activation.checkpoint import checkpoint
 from zeromesh.parallel.activation.choices import chooses
 from zeromesh.parallel.follow.split_activation import SplitActivation
@@ -70,18 +71,18 @@ class TokenApartness(TokenCheck):
     def _try(self, module: nn.Module) -> None:
         """Look for a width of tokens with which the code runs, and check it there, in training and out of it."""
         for width in _widths(module):
-            self.reason, mixes = self._reason(module, width, _BATCHES[0])
+            self.reason, followed = self._reason(module, width, _BATCHES[0])
             if not self.reason:
-                self.reason, mixes = self._reason(module, width, _BATCHES[1])
-            if mixes:
+                self.reason, followed = self._reason(module, width, _BATCHES[1])
+            if self.reason and followed:
                 return
             if not self.reason:
                 more = {len(batch) + 2 for batch in _BATCHES[2:] if not self._reason(module, width, batch)[0]}
-                self.width, self.dims = width, frozenset({3, *more})
+                self.reason, self.width, self.dims = "", width, frozenset({3, *more})
                 return
 
     def _reason(self, module: nn.Module, width: int, batch: tuple[int, ...]) -> tuple[str, bool]:
-        """Return why tokens so wide are not known to be apart, or "", and whether they are known not to be."""
+        """Return why tokens so wide are not known to be apart, or "", and whether the code was followed until then."""
         modes = {part: part.training for part in module.modules()}
         try:
             for mode in (None, True, False):
@@ -95,11 +96,11 @@ class TokenApartness(TokenCheck):
                 except MixesTokens as error:
                     return str(error), True
                 if reason:
-                    return reason, False
+                    return reason, not self.reason
         finally:
             for part, trains in modes.items():
                 vars(part)["training"] = trains
-        return "", False
+        return "", True
 
     def _run(self, module: nn.Module, width: int, batch: tuple[int, ...]) -> str:
         sizes = {size for parameter in module.parameters() for size in parameter.shape}
@@ -109,14 +110,27 @@ class TokenApartness(TokenCheck):
 
         def call(model: nn.Module, run: Any) -> None:
             sequence = torch.empty(*batch, length, width, dtype=self._dtype, device=META)
-            output = model(*(run.spread(sequence, dim, length, part) for _ in range(self.count)))
-            if not run.is_plain:
+            inputs = [run.spread(sequence, dim, length, part) for _ in range(self.count)]
+            before = _state(model, inputs)
+            output = model(*inputs)
+            after = _state(model, inputs)
+            changed = [name for name in before if after[name] != before[name]]
+            if changed:
+                reasons.append(f"it changes {changed[0]}, which it would in each tile and in the recomputation of it")
+            elif not run.is_plain:
                 reasons.append(_wrong(output, dim, width))
 
         with torch.enable_grad():
             self.begin({"sequence": str((width, batch, [p.training for p in module.modules()]))}, call)
             self.end(completed=False)
         return self.reason or next(filter(None, reasons), "" if reasons else "its code cannot be followed")
+
+
+def _state(module: nn.Module, inputs: list[Tensor]) -> dict[str, Any]:
+    """Return what a forward may change, by what it is."""
+    with torch._C.DisableTorchFunction():
+        versions = {f"its buffer {name}": version(x) for name, x in module.named_buffers()}
+        return versions | {"its argument": [*map(version, inputs)], "an attribute": code_of(module, values=False)}
 
 
 def _wrong(output: Any, dim: int, width: int) -> str:
