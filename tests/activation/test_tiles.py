@@ -197,3 +197,92 @@ def test_tiles_in_16_bits_differ_by_their_roundoff(precision: dict[str, Any], bo
     # Gradients of weights are rounded once more for each tile: a few units of the dtype's roundoff.
     assert train({"mlp": 3, "loss": True}) == pytest.approx(plain, rel=bound)
     assert plain[2] < plain[0]
+
+
+def of_mode(hidden: Tensor, module: nn.Module) -> Tensor:
+    return hidden - hidden.mean(1, keepdim=True) if module.training else hidden
+
+
+def of_length(hidden: Tensor, _: nn.Module) -> Tensor:
+    return hidden * 2 if hidden.shape[-2] > 200 else hidden
+
+
+def of_first_dim(hidden: Tensor, _: nn.Module) -> Tensor:
+    return hidden - hidden.mean(0, keepdim=True)
+
+
+def of_third_dim(hidden: Tensor, _: nn.Module) -> Tensor:
+    return hidden - hidden.mean(2, keepdim=True) if hidden.ndim == 4 else hidden
+
+
+def of_three_dims(hidden: Tensor, _: nn.Module) -> Tensor:
+    samples, tokens, width = hidden.shape
+    return hidden.view(samples * tokens, width).view(samples, tokens, width)
+
+
+def of_large_batch(hidden: Tensor, _: nn.Module) -> Tensor:
+    return hidden - hidden.mean(1, keepdim=True) if len(hidden) > 1 else hidden
+
+
+def with_count(hidden: Tensor, module: Any) -> Tensor:
+    module.calls = getattr(module, "calls", 0) + 1
+    return hidden * module.calls
+
+
+def with_average(hidden: Tensor, module: Any) -> Tensor:
+    return hidden * module.average.mul_(0.9)
+
+
+class With(Mlp):
+    """Layers with a function between them."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.register_buffer("average", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.function(self.up(x), self))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_code_that_mixes_tokens_in_one_mode_or_at_some_sizes_is_refused(trains: bool) -> None:
+    functions = {"mode": of_mode, "length": of_length, "batch": of_large_batch}
+    model = nn.ModuleDict({name: With(function) for name, function in functions.items()}).train(trains)
+    model["frozen"] = With(of_mode).eval()
+    for name, module in model.named_children():
+        with pytest.raises(ValueError, match=rf"has {name} \(With\), which cannot be computed in tiles"):
+            find_tiled(model, [(name, module)])
+    assert [model[name].training for name in model] == [trains, trains, trains, False]
+
+
+class InPlace(Mlp):
+    """Changes its argument."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(2))
+
+
+def test_code_that_would_change_something_in_each_tile_is_refused() -> None:
+    modules = {"an attribute": With(with_count), "its buffer average": With(with_average), "its argument": InPlace()}
+    for changed, module in modules.items():
+        with pytest.raises(ValueError, match=f"it changes {changed}, which it would in each tile"):
+            find_tiled(nn.Sequential(module), [("0", module)])
+
+
+def test_numbers_of_dims_that_were_not_proven_are_refused() -> None:
+    model = nn.ModuleList([With(of_first_dim), With(of_third_dim), With(of_three_dims)])
+    found = find_tiled(model)
+    assert [sorted(tiled.dims) for tiled in found.values()] == [[3, 4], [2, 3], [3]]
+    x = torch.randn(1, 5, 8)
+    expected = model[0](x)
+    tile_modules(model, found, 2)
+    torch.testing.assert_close(model[0](x), expected)
+    with pytest.raises(ValueError, match="with 3 or 4 dims"):
+        model[0](x[0])
+
+
+def test_a_proof_is_for_modules_with_the_same_functions_and_hooks() -> None:
+    model = nn.ModuleList(With(function) for function in (of_third_dim, of_length, of_third_dim, of_third_dim))
+    model[2].up.register_forward_hook(lambda _, args, output: output - output.mean(1, keepdim=True))
+    assert [*find_tiled(model)] == ["0", "3"]

@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import _lru_cache_wrapper
+from functools import _lru_cache_wrapper, partial
 from types import MethodType, ModuleType
 from typing import Any
 
@@ -106,6 +106,43 @@ def imitated(
 
 
 HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "_hooks" in name and value is not None)
+
+
+def code_of(module: nn.Module, values: bool = True) -> Any:
+    """Return what decides how a module computes, but for its weights: a proof of one holds for all that are alike.
+
+    Numbers and shapes are alike if they are equal, functions and other objects if they are the same.
+
+    Args:
+        module: any.
+        values: also those of small tensors that are no parameters, which a run without memory does not show.
+    """
+    return tuple(
+        (
+            name,
+            type(part),
+            tuple((key, _alike(value, values)) for key, value in vars(part).items() if key not in _OF_TORCH),
+            tuple((kind, id(hook)) for kind in KINDS for hook, _ in user_hooks(part, kind)),
+        )
+        for name, part in module.named_modules(remove_duplicate=False)
+    )
+
+
+def _alike(value: Any, values: bool) -> Any:
+    if isinstance(value, dict):
+        return dict, tuple((key, _alike(item, values)) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return type(value), tuple(_alike(item, values) for item in value)
+    if isinstance(value, partial):
+        return partial, _alike((value.func, value.args, value.keywords), values)
+    if isinstance(value, Tensor):
+        small = copied_value(value) if values and not isinstance(value, nn.Parameter) else None
+        shown = None if small is None else str(small.tolist())
+        return type(value), value.shape, value.dtype, value.requires_grad, shown
+    return (type(value), value) if isinstance(value, _NUMBERS) else id(value)
+
+
+_OF_TORCH = vars(nn.Module()).keys() - {"training", "_parameters", "_buffers"}
 
 
 def is_odd(module: nn.Module) -> bool:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.base.dry.meta_values import META
+from zeromesh.base.dry.model_copy import code_of
+from zeromesh.base.in_place import version
 from zeromesh.parallel.activation.checkpoint import checkpoint
 from zeromesh.parallel.activation.choices import chooses
 from zeromesh.parallel.follow.split_activation import SplitActivation
@@ -26,16 +28,22 @@ from zeromesh.parallel.follow.tokens import MixesTokens
 SMALLEST = 1024
 """Least number of tokens of a tile with "width": smaller products take longer for each token."""
 
-_PARTS = 2
-_LENGTHS = (24, 40, 56, 88, 104)  # of the checked sequence; one that is no size of a parameter
+_PARTS = 1 << 14  # of the checked sequence, so that code that asks for its length is given a short and a long one
+_LENGTHS = (24, 40, 56, 88, 104)  # of a part; one that is no size of a parameter
+_BATCHES = ((1,), (3,), (), (1, 2))  # sizes of the dims before the tokens; code must compute with the first two
 
 
 @dataclass(frozen=True)
 class Tiled:
-    """Arguments of a module that is computed in tiles: ``count`` tensors, the tokens of which are so wide."""
+    """Arguments of a module that is computed in tiles: ``count`` tensors, the tokens of which are so wide.
+
+    Attributes:
+        dims: numbers of dims with which the module is known to compute each token by itself.
+    """
 
     count: int
     width: int
+    dims: frozenset[int]
 
 
 class TokenApartness(TokenCheck):
@@ -45,10 +53,12 @@ class TokenApartness(TokenCheck):
         reason: why there is none; "" if the module computes each token by itself.
         width: of a token's entries.
         count: number of its arguments, tensors of shape (batch, tokens, width).
+        dims: numbers of dims of its arguments with which this holds; the tokens are before the width.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.reason, self.width, self.count = "", 0, _required_arguments(module)
+        self.dims: frozenset[int] = frozenset()
         super().__init__(module, _PARTS, attends=False)
         if not self.reason and not self.count:
             self.reason = "its forward takes other arguments than one or two tensors"
@@ -59,38 +69,76 @@ class TokenApartness(TokenCheck):
         self.reason = f"its code cannot be followed ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
 
     def _try(self, module: nn.Module) -> None:
-        """Look for a width of tokens with which the code runs, and check it there."""
-        sizes = {size for parameter in module.parameters() for size in parameter.shape}
-        length = next((n for n in _LENGTHS if not sizes & {n, n // _PARTS}), _LENGTHS[0])
+        """Look for a width of tokens with which the code runs, and check it there, in training and out of it."""
         for width in _widths(module):
-            self.reason = ""
-            results: list[str] = []
-
-            def call(
-                model: nn.Module, run: Any, width: int = width, count: int = self.count, results: list[str] = results
-            ) -> None:
-                sequence = torch.empty(1, length, width, dtype=self._dtype, device=META)
-                output = model(*(run.spread(sequence, 1, length, length // _PARTS) for _ in range(count)))
-                if not run.is_plain:
-                    results.append(_wrong(output, width))
-
-            try:
-                with torch.enable_grad():
-                    self.begin({"width": str(width)}, call)
-                    self.end(completed=False)
-            except MixesTokens as error:
-                self.reason = str(error)
+            self.reason, followed = self._reason(module, width, _BATCHES[0])
+            if not self.reason:
+                self.reason, followed = self._reason(module, width, _BATCHES[1])
+            if self.reason and followed:
                 return
             if not self.reason:
-                self.width = width
-                self.reason = next(filter(None, results), "" if results else "its code cannot be followed")
+                more = {len(batch) + 2 for batch in _BATCHES[2:] if not self._reason(module, width, batch)[0]}
+                self.reason, self.width, self.dims = "", width, frozenset({3, *more})
                 return
 
+    def _reason(self, module: nn.Module, width: int, batch: tuple[int, ...]) -> tuple[str, bool]:
+        """Return why tokens so wide are not known to be apart, or "", and whether the code was followed until then."""
+        modes = {part: part.training for part in module.modules()}
+        try:
+            for mode in (None, True, False):
+                if {*modes.values()} == {mode}:
+                    continue
+                for part in modes:
+                    vars(part)["training"] = modes[part] if mode is None else mode
+                self.reason = ""
+                try:
+                    reason = self._run(module, width, batch)
+                except MixesTokens as error:
+                    return str(error), True
+                if reason:
+                    return reason, not self.reason
+        finally:
+            for part, trains in modes.items():
+                vars(part)["training"] = trains
+        return "", True
 
-def _wrong(output: Any, width: int) -> str:
-    if not isinstance(output, SplitActivation) or output.ndim != 3 or output.split_dim.dim != 1:
+    def _run(self, module: nn.Module, width: int, batch: tuple[int, ...]) -> str:
+        sizes = {size for parameter in module.parameters() for size in parameter.shape}
+        part = next((n for n in _LENGTHS if not sizes & {n, n // 2}), _LENGTHS[0])
+        length, dim = part * _PARTS, len(batch)
+        reasons: list[str] = []
+
+        def call(model: nn.Module, run: Any) -> None:
+            sequence = torch.empty(*batch, length, width, dtype=self._dtype, device=META)
+            inputs = [run.spread(sequence, dim, length, part) for _ in range(self.count)]
+            before = _state(model, inputs)
+            output = model(*inputs)
+            after = _state(model, inputs)
+            changed = [name for name in before if after[name] != before[name]]
+            if changed:
+                reasons.append(f"it changes {changed[0]}, which it would in each tile and in the recomputation of it")
+            elif not run.is_plain:
+                reasons.append(_wrong(output, dim, width))
+
+        with torch.enable_grad():
+            self.begin({"sequence": str((width, batch, [p.training for p in module.modules()]))}, call)
+            self.end(completed=False)
+        return self.reason or next(filter(None, reasons), "" if reasons else "its code cannot be followed")
+
+
+def _state(module: nn.Module, inputs: list[Tensor]) -> dict[str, Any]:
+    """Return what a forward may change, by what it is."""
+    with torch._C.DisableTorchFunction():
+        versions = {f"its buffer {name}": version(x) for name, x in module.named_buffers()}
+        return versions | {"its argument": [*map(version, inputs)], "an attribute": code_of(module, values=False)}
+
+
+def _wrong(output: Any, dim: int, width: int) -> str:
+    if not isinstance(output, SplitActivation) or output.ndim != dim + 2 or output.split_dim.dim != dim:
         return "its result is not one tensor with an entry for each token"
-    return "" if output.shape[2] == width else f"its result has {output.shape[2]} entries a token, its argument {width}"
+    return (
+        "" if output.shape[-1] == width else f"its result has {output.shape[-1]} entries a token, its argument {width}"
+    )
 
 
 def _required_arguments(module: nn.Module) -> int:
@@ -111,17 +159,6 @@ def _is_expanding(module: nn.Module) -> bool:
     """Return whether a module has two products or more, so that there is something between them."""
     weights = [parameter for parameter in module.parameters() if parameter.ndim == 2]
     return len(weights) > 1 and type(module).forward is not nn.Module.forward and not isinstance(module, nn.Embedding)
-
-
-def _kind(module: nn.Module) -> Any:
-    """Return what modules with the same code and settings have in common."""
-    plain = [
-        (name, key, value)
-        for name, part in module.named_modules()
-        for key, value in vars(part).items()
-        if isinstance(value, bool | int | float | str)
-    ]
-    return type(module), repr(module), tuple((n, p.shape) for n, p in module.named_parameters()), tuple(plain)
 
 
 def find_tiled(model: nn.Module, named: Iterable[tuple[str, nn.Module]] | None = None) -> dict[str, Tiled]:
@@ -145,13 +182,13 @@ def find_tiled(model: nn.Module, named: Iterable[tuple[str, nn.Module]] | None =
         routes = chooses(module.modules())
         if routes and named is None:
             continue
-        kind = _kind(module)
-        if kind not in proofs:
-            proofs[kind] = TokenApartness(module)
-        proof = proofs[kind]
+        code = code_of(module)
+        if code not in proofs:
+            proofs[code] = TokenApartness(module)
+        proof = proofs[code]
         reason = "it chooses experts for its tokens, which its balance compares" if routes else proof.reason
         if not reason:
-            tiled_modules[name] = Tiled(proof.count, proof.width)
+            tiled_modules[name] = Tiled(proof.count, proof.width, proof.dims)
         elif named is not None:
             raise ValueError(
                 f"tiling.modules has {name} ({type(module).__name__}), which cannot be computed in tiles of tokens: "
@@ -176,21 +213,23 @@ def tile_modules(model: nn.Module, tiled_modules: Mapping[str, Tiled], tokens: i
         if module is None or next(module.parameters(), None) is None:
             continue  # it is of another stage
         size = max(SMALLEST, tiled.width) if tokens == "width" else tokens
-        module.forward = partial(_in_tiles, module.forward, module, name, tiled.count, size)
+        module.forward = partial(_in_tiles, module.forward, module, name, tiled, size)
 
 
 def _in_tiles(
-    forward: Callable[..., Any], module: nn.Module, name: str, count: int, tokens: int, /, *args: Any, **kwargs: Any
+    forward: Callable[..., Any], module: nn.Module, name: str, tiled: Tiled, tokens: int, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Return the module's result, computed tile by tile."""
     keys, tensors = tuple(kwargs), (*args, *kwargs.values())
     shapes = {x.shape if isinstance(x, Tensor) else None for x in tensors}
-    if len(tensors) != count or len(shapes) != 1 or tensors[0] is None or tensors[0].ndim < 2:
+    first: Any = next(iter(tensors), None)
+    dims = " or ".join(map(str, sorted(tiled.dims)))
+    if len(tensors) != tiled.count or len(shapes) != 1 or first is None or first.ndim not in tiled.dims:
         raise ValueError(
-            f"{name} ({type(module).__name__}) is called with other arguments than those that were checked, {count} "
-            "tensor(s) of shape (batch, tokens, width): leave it out of tiling.modules, or set tiling.mlp to null"
+            f"{name} ({type(module).__name__}) is called with other arguments than those that were checked, "
+            f"{tiled.count} tensor(s) of shape (batch, tokens, width), with {dims} dims: "
+            "leave it out of tiling.modules, or set tiling.mlp to null"
         )
-    first = tensors[0]
     dim = first.ndim - 2
     size = max(1, tokens // prod(first.shape[:dim]))
     if first.shape[dim] <= size:
