@@ -13,22 +13,13 @@ import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS
 from test_context import fake
+from token_programs import Twice as Doubled
 from zeromesh import Mesh
 from zeromesh.parallel.context.applied import SpreadSequences, Unsupported
 from zeromesh.parallel.context.spread_batch import IGNORE_LABEL
 from zeromesh.parallel.context.spread_model import apply
 
 LENGTH, WIDTH, HEADS, VOCABULARY = 16, 32, 4, 96
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return 2 * gradient
 
 
 class OwnBackward(nn.Module):

@@ -124,8 +124,6 @@ MIXES: dict[str, tuple[Code, str]] = {
     "added length": (lambda m, y: (k := torch.zeros(()), k.add_(y.shape[1]), y + k)[2], "made for the length"),
     "error that is caught": (lambda m, y: m.careless(y), "cumsum"),
     "flaws that are written": (lambda m, y: y * 2 if torch.isnan(y).logical_or_(y > 0).any() else y, "any"),
-    "keys of a table": (lambda m, y: F.scaled_dot_product_attention(
-        y[:, None], *[m.table[:8].expand(y.shape[0], 1, 8, WIDTH)] * 2)[:, 0], "queries, keys|scaled_dot_product_att"),
 }  # fmt: skip
 
 # Attention that is not over tokens: under context parallelism every call of it is taken for one over tokens.
@@ -165,6 +163,9 @@ class Dim(IntEnum):
 # Code that leaves tokens apart.
 APART: dict[str, Code] = {
     "nothing": lambda m, y: y,
+    "keys of a table": lambda m, y: F.scaled_dot_product_attention(
+        y[:, None], *[m.table[:8].expand(y.shape[0], 1, 8, WIDTH)] * 2
+    )[:, 0],
     "activations": lambda m, y: F.silu(y) * y.sigmoid() + F.gelu(y, approximate="tanh"),
     "rows": lambda m, y: m.gate(y.view(-1, WIDTH)).view(*y.shape[:2], 4).repeat(1, 1, 8),
     "rows and back": lambda m, y: (y.reshape(-1, WIDTH) * 2).reshape(y.shape[0], y.shape[1], WIDTH),

@@ -279,6 +279,7 @@ LOOKS = {
     "parallel/context/applied.py": "runs the user's forward",
     "parallel/pipeline/runtime/stage.py": "runs the user's forward",
     "parallel/context/huggingface_decoders.py": "runs the user's forward",
+    "parallel/context/followed_sequences.py": "runs the user's forward",
     "shard/tables/table.py": "is given tables",
     "parallel/follow/traced_plan.py": "runs the user's forward",
     "parallel/tensor/published.py": "asks",
