@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -212,3 +213,28 @@ def test_what_cannot_be_shared_is_refused_with_a_remedy(case: str) -> None:
     build, targets, ranks, text = REFUSED[case]
     with pytest.raises(ValueError, match=text):
         find_experts(build(), targets, ranks)
+
+
+class RowExpert(nn.Module):
+    """Layers with a function of their rows between them."""
+
+    def __init__(self, function: Any = torch.relu, mixes_in_training: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.function, self.mixes_in_training = function, mixes_in_training
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.dropout(self.function(self.up(x)), 0.5, self.training)
+        return self.down(hidden - hidden.mean(0) if self.mixes_in_training and self.training else hidden)
+
+
+def test_each_expert_of_a_list_is_proven_in_training_too() -> None:
+    def over_rows(hidden: torch.Tensor) -> torch.Tensor:
+        return hidden - hidden.mean(0)
+
+    model = nn.Module()
+    model.apart_experts = nn.ModuleList([RowExpert(), RowExpert(torch.tanh)])
+    model.mixed_experts = nn.ModuleList([RowExpert(), RowExpert(over_rows)])
+    model.trained_experts = nn.ModuleList([RowExpert(mixes_in_training=True), RowExpert(mixes_in_training=True)])
+    mixes = {item.name: item.mixes for item in find_experts(model.eval(), ["*_experts"], 1)}
+    assert mixes == {"apart_experts": False, "mixed_experts": True, "trained_experts": True}

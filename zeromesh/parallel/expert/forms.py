@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh.base.dry.model_copy import undisturbed
+from zeromesh.base.dry.model_copy import code_of, undisturbed
 from zeromesh.base.split import Split
 from zeromesh.base.words import counted, some
 from zeromesh.parallel.expert.adapted import bare_modules, plain_path, with_adapters
@@ -41,18 +41,19 @@ def find_experts(model: nn.Module, targets: Sequence[str], ranks: int) -> list[E
     modules = bare_modules(model)
     experts: list[Experts] = []
     objections: dict[str, str] = {}
-    proofs: dict[Any, tuple[Form | None, str]] = {}  # by class, shapes and sizes: the layers of a model are alike
+    proofs: dict[Any, tuple[Form | None, str]] = {}  # by ``code_of``: the layers of a model are alike
     for name in _targeted(modules, targets) if targets else _suspected(modules):
         module = modules[name]
         if any(name.startswith(f"{outer.name}.") for outer in experts):
             continue
         members = _members(name, module)
-        sample = next(iter(members.values()), module)
-        shapes = tuple((key, p.shape, p.dtype, p.device) for key, p in sample.named_parameters())
-        key = type(sample), shapes, tuple(_sizes(sample).items()), id(vars(sample).get("forward"))
-        form, objection = proofs[key] = proofs.get(key) or _prove(sample, ranks, bool(members))
+        results = []
+        for sample in members.values() or [module]:
+            code = code_of(sample)
+            results.append(proofs.get(code) or proofs.setdefault(code, _prove(sample, ranks, bool(members))))
+        form, objection = results[0]
         if members:
-            experts.append(_listed(name, modules, members, ranks, objection.endswith(DIFFERENT)))
+            experts.append(_listed(name, modules, members, ranks, any(why.endswith(DIFFERENT) for _, why in results)))
         elif form is None:
             objections[name] = objection
         else:
