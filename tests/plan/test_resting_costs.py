@@ -111,8 +111,9 @@ def test_traffic_is_that_of_the_experts_that_tokens_choose(tmp_path: Path) -> No
     away = (EXPERTS - 3) / EXPERTS  # 3 of 8 are in slots
     assert all_of_them.moved.reads == pytest.approx(away * (12 + 4) * NUMBERS)
     assert all_of_them.moved.writes == pytest.approx(away * 12 * NUMBERS)
-    again = replace(layout, recompute=Recompute.BLOCKS)
-    assert resting_update(source, 64, again).moved.host == (2 * 6 + 8 + 24) * NUMBERS
+    for policy in (Recompute.BLOCKS, Recompute.PRODUCTS, Recompute.PLANNED):
+        again = replace(layout, recompute=policy)
+        assert resting_update(source, 64, again).moved.host == (2 * 6 + 8 + 24) * NUMBERS
 
 
 def test_thirty_billion_parameters_on_one_card_and_a_disk_that_is_slow(tmp_path: Path) -> None:

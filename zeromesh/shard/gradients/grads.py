@@ -110,7 +110,7 @@ class Grads:
         plain: torch.Tensor | None = PLAIN_GRAD.__get__(parameter)
         if plain is None and (table := self._tables.get(id(parameter))) is not None and any(table.gradient.used):
             text = (
-                f"the gradient of {table.name}.weight has rows only: read it with "
+                f"the gradient of {table.full_name} has rows only: read it with "
                 "zeromesh.zero.safe_get_full_grad(parameter), and clip with zeromesh.clip_grad_norm_ or "
                 "`gradient_clipping` in the configuration"
             )
@@ -146,7 +146,7 @@ class Grads:
             if value is None:
                 table.gradient.reset()
             elif not isinstance(value, UnavailableGradient):
-                raise RuntimeError(f"the gradient of {table.name}.weight has rows only, and cannot be replaced")
+                raise RuntimeError(f"the gradient of {table.full_name} has rows only, and cannot be replaced")
             return
         if id(parameter) not in self._places or PLAIN_GRAD.__get__(parameter) is not None:
             PLAIN_GRAD.__set__(parameter, value)

@@ -375,8 +375,8 @@ class Table:
             fits = present.numel() == shape[0] * shape[1]
             if int(step) and not fits:
                 raise ValueError(
-                    f"{row_state.key} of {self.name} is missing, or of another update than before; keep the optimizer "
-                    "of tables, or load the checkpoint with load_optimizer_states=False"
+                    f"{row_state.key} of {self.full_name} is missing, or of another update than before; keep the "
+                    "optimizer of tables, or load the checkpoint with load_optimizer_states=False"
                 )
             is_plane = any(fits and present.data_ptr() == plane.data_ptr() for plane in self.rows.planes[1:])
             # A checkpoint is read into memory.

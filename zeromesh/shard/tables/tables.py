@@ -155,8 +155,9 @@ class Tables:
         self.lookups.finish()
         tables = [table for table in self.trained if table.gradient.state is GradientState.LOCAL]
         # Rows of experts are so large that messages of several parameters are no gain, and their copies a loss.
-        for table in tables if self._mesh.shard.size == 1 else [t for t in tables if isinstance(t, StackedTable)]:
-            self._complete([table])
+        for table in tables:
+            if table.merges or self._mesh.shard.size == 1:
+                self._complete([table])
         if rest := [table for table in tables if table.gradient.state is GradientState.LOCAL]:
             self._complete(rest)
         if tables:

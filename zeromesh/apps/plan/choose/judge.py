@@ -103,7 +103,7 @@ class LayoutJudgement:
 
 def judge(request: PlanRequest, layout: ParallelLayout, planned: CostSource | None = None) -> LayoutJudgement:
     """Return the judgement of a layout on the request's machine; ``planned`` is its own cost if it has a saved plan."""
-    machine, asked = request.machine, replace(request, source=planned or request.source)
-    ranks, time = asked.memory_on(machine, layout), asked.time_on(machine, layout)
+    machine, answered = request.machine, replace(request, source=planned or request.source)
+    ranks, time = answered.memory_on(machine, layout), answered.time_on(machine, layout)
     candidate = PlanCandidate(layout, machine, request.sequence, ranks, time)
     return LayoutJudgement(candidate, lacking(ranks, layout, machine), search(request))

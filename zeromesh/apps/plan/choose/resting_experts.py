@@ -8,7 +8,6 @@ from typing import NamedTuple
 from zeromesh.apps.plan.choose.certainty import seconds_text
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
 from zeromesh.apps.plan.cost.cost import CostSource
-from zeromesh.apps.plan.cost.resting import FETCHED_AGAIN
 from zeromesh.apps.plan.machine.cluster import Machine
 from zeromesh.apps.plan.predict.table_bytes import ExpertTraffic, expert_traffic, table_states
 from zeromesh.apps.plan.predict.time import StepTime
@@ -26,7 +25,7 @@ def resting_update(source: CostSource, sequence: int, layout: ParallelLayout) ->
     """Return what the experts of one rank of a layout take and move."""
     units = source.at(layout.micro_batch, sequence, layout.context).units
     tables = [table for unit in units for table in unit.tables if table.experts]
-    fetches, moved = layout.accumulation * (2 if layout.recompute in FETCHED_AGAIN else 1), ExpertTraffic()
+    fetches, moved = layout.accumulation * (2 if layout.recompute.repeats else 1), ExpertTraffic()
     for table in tables:
         fetch, update = expert_traffic(table, layout)
         moved = moved.plus(update).plus(fetch, fetches)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from zeromesh.apps.plan.cost.cost import CostSource, Divided, ModelCost, Recompute, TableCost, UnitCost
-
-FETCHED_AGAIN = (Recompute.BLOCKS, Recompute.PRODUCTS)
-"""Policies under which a backward fetches rows again, and nothing keeps them until then."""
+from zeromesh.apps.plan.cost.cost import CostSource, Divided, ModelCost, TableCost, UnitCost
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class RestingCost:
         looked_up = experts.tokens * experts.chosen
         rows = min(experts.number, looked_up) * (width * self.width + read_only)
         saved = {
-            policy: size if policy in FETCHED_AGAIN else size.plus(Divided(whole=rows))
+            policy: size if policy.repeats else size.plus(Divided(whole=rows))  # else the graph keeps them
             for policy, size in unit.saved.items()
         }
         return replace(

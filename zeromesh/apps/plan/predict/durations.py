@@ -6,8 +6,7 @@ from functools import partial
 from typing import NamedTuple
 
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
-from zeromesh.apps.plan.cost.cost import KernelWork, ModelCost, Recompute, TableCost, UnitCost, WorkKind
-from zeromesh.apps.plan.cost.resting import FETCHED_AGAIN
+from zeromesh.apps.plan.cost.cost import KernelWork, ModelCost, Recompute, UnitCost, WorkKind
 from zeromesh.apps.plan.machine.cluster import Machine, Node
 from zeromesh.apps.plan.machine.collective_times import Fabric, Wire, fabric, wire
 from zeromesh.apps.plan.machine.rates import Habits, KernelSpeed, dtype_on
@@ -272,7 +271,8 @@ class Durations:
 
     def _tables(self, unit: UnitCost) -> dict[str, float]:
         """Return the seconds of a unit's tables: of lookups, of gradients at the end of a step, and of the update."""
-        layout, seconds = self.layout, {"lookup": 0.0, "replicas": 0.0, "update": 0.0}
+        layout, seconds = self.layout, dict.fromkeys(("lookup", "rows", "rows_again", "replicas", "update"), 0.0)
+        sharing = min(self.node.devices, layout.ranks)
         away = 1 - 1 / self.shard.size  # messages to all others take the time of a gather of as much
         for table in unit.tables:
             looked, summed = lookup_bytes(table, layout), gradient_messages(table, layout)
@@ -286,21 +286,18 @@ class Durations:
                     summed.copies * layout.replicate / (layout.replicate - 1)
                 )
             if table.experts:
-                for name, value in self.expert_rows(table).items():
-                    seconds[name] = seconds.get(name, 0.0) + value
+                # Of fetches, and of the update, for which all wait.
+                fetch, update = (sum(moved.seconds(self.node, sharing)) for moved in expert_traffic(table, layout))
+                seconds["rows"] += fetch
+                seconds["rows_again"] += fetch if layout.recompute.repeats else 0.0
+                seconds["update"] += update
                 continue
             moved = moved_by_update(table, layout)
             if layout.tables.tier is Tier.DEVICE:
                 seconds["update"] += self.node.device.streaming_seconds(moved)
             else:
-                seconds["update"] += moved * min(self.node.devices, layout.ranks) / self.node.host_bandwidth
+                seconds["update"] += moved * sharing / self.node.host_bandwidth
         return seconds
-
-    def expert_rows(self, table: TableCost) -> dict[str, float]:
-        """Return the seconds of a layer's experts that rest: of fetches, and of the update, for which all wait."""
-        sharing = min(self.node.devices, self.layout.ranks)
-        rows, update = (sum(m.seconds(self.node, sharing)) for m in expert_traffic(table, self.layout))
-        return {"rows": rows, "rows_again": rows if self.layout.recompute in FETCHED_AGAIN else 0.0, "update": update}
 
     def _sums(self, trained: float, ranks: int) -> float:
         """Return the seconds in which a processor adds other ranks' parts of gradients, and converts what it sends."""
