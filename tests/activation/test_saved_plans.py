@@ -422,6 +422,22 @@ def test_results_that_are_changed_behind_torch_are_computed_again(how: str, row:
     assert all(map(torch.equal, gradients(plan), gradients(None)))
 
 
+@pytest.mark.parametrize("plan", selective.GRANULARITIES.values())
+def test_the_mode_of_a_recomputation_is_that_of_the_forward(plan: BlockPlan) -> None:
+    def gradients(plan: BlockPlan | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Tanh())
+        if plan is not None:
+            checkpoint_modules([model], None, plan)
+        loss = model(torch.ones(4, 8)).sum()
+        model.eval()
+        loss.backward()
+        assert not model[1].training
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    assert all(map(torch.equal, gradients(plan), gradients(None)))
+
+
 def test_averages_behind_a_kept_batch_norm_are_those_of_the_forward() -> None:
     class Reads(nn.Module):
         def __init__(self) -> None:

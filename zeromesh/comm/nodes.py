@@ -115,8 +115,8 @@ def node_table(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         nodes.setdefault(fact["node"], []).append(rank)
     table: dict[str, Any] = {}
     for number, (name, ranks) in enumerate(nodes.items()):
-        given = [facts[rank]["local_rank"] for rank in ranks]
-        local_ranks = [index if local is None else local for index, local in enumerate(given)]
+        stated_ranks = [facts[rank]["local_rank"] for rank in ranks]
+        local_ranks = [index if local is None else local for index, local in enumerate(stated_ranks)]
         sizes = {facts[rank]["local_world_size"] for rank in ranks} - {None}
         if sorted(local_ranks) != list(range(len(ranks))) or sizes - {len(ranks)}:
             settings = [f"rank {rank} has LOCAL_RANK={facts[rank]['local_rank']}" for rank in ranks[:8]]

@@ -134,8 +134,7 @@ class Placing:
             chosen, group = plan.settings.context_parallel, plan.mesh.group("context")
             checkpointing = plan.settings.activation_checkpointing
             others = [f"mesh.{axis}" for axis in ("tensor", "pipeline", "expert") if plan.mesh.sizes[axis] > 1]
-            keeps_results = checkpointing.granularity == "selective" or plan.saved is not None
-            others += ["activation_checkpointing.granularity"] * keeps_results
+            others += ["activation_checkpointing.granularity"] * (checkpointing.granularity != "full")
             others += ["compile"] * plan.settings.compile.enabled + ["tiling"] * bool(plan.tiled)
             return apply_context(plan.model, chosen.strategy, group, unchecked=chosen.unchecked, others=others)
 
@@ -319,10 +318,10 @@ class Placing:
 
             host = chosen.cpu_checkpointing or not partitions
             self.activations = ActivationStore(mesh.device, host, group if partitions else None)
-        for name, module in self.plan.model.named_modules():
+        for name, plan in plans.items():
+            module = self.plan.model.get_submodule(name)
             # Layers of other stages have no parameters here.
-            if name in plans and next(module.parameters(), None) is not None:
-                plan = plans[name]
+            if next(module.parameters(), None) is not None:
                 checkpoint_modules([module], self.activations if plan.moves else None, plan)
 
     def compile(self) -> None:

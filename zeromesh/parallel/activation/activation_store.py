@@ -334,7 +334,7 @@ def checksum(values: Tensor) -> Tensor:
     """Return sums of the bits of a tensor's elements: int64, 1-D."""
     flat = values.as_strided((values.numel(),), (1,)) if _is_dense(values) else values.reshape(-1)
     bits = flat.view(torch.uint8)
-    whole = bits[: bits.numel() // 8 * 8].view(torch.int64)
+    words = bits[: bits.numel() // 8 * 8].view(torch.int64)
     # Whole numbers, whose sum depends on no order. Parts, since changes may cancel out in the whole.
-    parts = whole, whole[::2], whole[: whole.numel() // 3], bits[whole.nbytes :]
+    parts = words, words[::2], words[: words.numel() // 3], bits[words.nbytes :]
     return torch.stack([part.sum(dtype=torch.int64) for part in parts])

@@ -1,4 +1,4 @@
-"""Functions that are called again in the backward and compute the same there, buffers included."""
+"""Functions that are called again in the backward and compute the same there, buffers and modes included."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ def modules_of(function: Callable[..., Any]) -> list[nn.Module]:
 
 
 class Repeatable:
-    """A function whose later calls see the buffers of its modules as the first one did, and leave them alone."""
+    """A function whose later calls see the buffers and modes of its modules as the first did, and leave them alone."""
 
     def __init__(self, function: Callable[..., Any], modules: Sequence[nn.Module]) -> None:
         self._function, self._modules = function, modules
         self._memory: BufferMemory | None = None  # of the first call
+        self._modes: list[bool] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
@@ -37,10 +38,23 @@ class Repeatable:
         if torch.compiler.is_compiling():
             return self._function(*args, **kwargs)
         if self._memory is not None:
-            with self._memory.restored():
-                return self._function(*args, **kwargs)
-        self._memory = BufferMemory(self._modules)
+            # model.eval() may stand between a forward and its backward.
+            now = self._exchange(self._modes)
+            try:
+                with self._memory.restored():
+                    return self._function(*args, **kwargs)
+            finally:
+                self._exchange(now)
+        self._memory, self._modes = BufferMemory(self._modules), [module.training for module in self._modules]
         try:
             return self._function(*args, **kwargs)
         finally:
             self._memory.note()
+
+    def _exchange(self, modes: list[bool]) -> list[bool]:
+        """Set each module's mode, training or not, and return the modes before."""
+        before = [module.training for module in self._modules]
+        for module, old, new in zip(self._modules, before, modes, strict=True):
+            if old != new:
+                module.training = new
+        return before

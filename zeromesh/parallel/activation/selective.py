@@ -184,8 +184,8 @@ def _tell(message: str) -> None:
 _Result = tuple[tuple[str, int], tuple[torch.Size, ...]]  # of a block: operator, number of the call, and shapes
 _MOST_PROOFS = 1000  # of a block, whose inputs may have many lengths
 
+# By block: whether its code left a result alone when it was first computed.
 _proofs: WeakKeyDictionary[nn.Module, dict[_Result, bool]] = WeakKeyDictionary()
-"""By block: whether its code left a result alone when it was first computed."""
 
 
 class _Noted(NamedTuple):
