@@ -18,7 +18,7 @@ class Model(nn.Module):
 
 def test_a_models_own_argument_may_have_any_name() -> None:
     model, tokens, positions = Model(), torch.zeros(1, 4), torch.arange(4)
-    inactive: Any = SimpleNamespace(active=False, replaces=False, group=SimpleNamespace(size=2))
+    inactive: Any = SimpleNamespace(replaces=False, group=SimpleNamespace(size=2))
     plain.install(model, inactive)
     given = model(tokens, positions=positions, kind="a", applied=2, forward=3, self_=4)
     assert given == (tokens, positions, "a", 2, {"forward": 3, "self_": 4})

@@ -176,8 +176,10 @@ def is_token_mean(loss: Any, logits: Tensor, shifts: bool, args: tuple[Any, ...]
 
     Others than transformers' own are tried with eight tokens; ``shifts`` if it takes ``shift_labels``.
     """
-    known = getattr(inspect.unwrap(loss), "__name__", "") in _MEANS and loss.__module__.startswith("transformers.loss")
-    if known and not kwargs.keys() & {"ignore_index", "num_items_in_batch"} and len(args) < 2:
+    is_known = getattr(inspect.unwrap(loss), "__name__", "") in _MEANS and loss.__module__.startswith(
+        "transformers.loss"
+    )
+    if is_known and not kwargs.keys() & {"ignore_index", "num_items_in_batch"} and len(args) < 2:
         return True
     generator, width, device = torch.Generator().manual_seed(0), logits.shape[-1], logits.device
     trial = torch.randn(1, 8, width, generator=generator).to(device)

@@ -298,13 +298,11 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 _refuse(func, [x])
             x.copy_(x.axis.take(gathered, x.split_dim))
             written[id(gathered)] = x
-    splits = list(sources.values())
+    splits, memories = list(sources.values()), {_memory(x) for x in wholes}
 
     def returned(x: Tensor) -> Tensor:
-        if id(x) in written:
-            return written[id(x)]
-        if not splits or _memory(x) in sources or any(_memory(x) == _memory(other) for other in wholes):
-            return _read_only(x, sources)
+        if id(x) in written or not splits or _memory(x) in memories:
+            return written[id(x)] if id(x) in written else _read_only(x, sources)
         return splits[0].axis.again(x, splits)
 
     return map_tensors(result, returned)

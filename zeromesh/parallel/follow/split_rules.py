@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from zeromesh.base.in_place import version
 from zeromesh.parallel.follow.split_activation import (
     RULES,
     Axis,
@@ -193,10 +194,15 @@ def _hook(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
     def on_gradient(gradient: Tensor) -> Tensor | None:
         with Sealed():
-            replacement = hook(as_split(gradient / axis.gradient_scale, split_dim, axis))
+            scale = axis.gradient_scale
+            own_gradient = as_split(gradient.view_as(gradient) if scale == 1 else gradient / scale, split_dim, axis)
+            before = version(own_gradient)
+            replacement = hook(own_gradient)
+            if replacement is None and scale != 1 and version(own_gradient) != before:
+                replacement = own_gradient
         if replacement is None:
             return None
-        replacement = replacement * axis.gradient_scale
+        replacement = replacement if scale == 1 else replacement * scale
         same = isinstance(replacement, SplitActivation) and replacement.split_dim.sections == split_dim.sections
         with torch._C.DisableTorchFunctionSubclass():
             return (
