@@ -177,7 +177,9 @@ class _Parts:
     def __init__(self, model: nn.Module, applied: SpreadSequences, attention: Any, mask: Any, ring: bool) -> None:
         self._kind, self._applied, self._own, self._own_mask = type(model), applied, attention, mask
         self._ring = ring  # ranks pass keys on, whatever the mask
-        self._proven: set[type[nn.Module]] = set()  # classes whose eager attention is what the ring computes
+        self._proven: weakref.WeakSet[nn.Module] = (
+            weakref.WeakSet()
+        )  # those whose eager attention is what the ring computes
         self._whole = Whole((0, 0))
         self._model = weakref.ref(model)  # the tables that hold this must not keep the model
         self.check: TokenCheck | None = None
@@ -302,9 +304,9 @@ class _Parts:
             raise refuse(self._name(module), reason, "set mesh.tensor or mesh.context to 1")
         if mask is None and (eager or not causal):  # it sees all tokens
             options["pairs"] = RulePairs([], self._applied.group.size, query.shape[2] * self._applied.group.size)
-        if eager and type(module) not in self._proven:
+        if eager and module not in self._proven:
             self._prove(module, query, key, value, options, extras)
-            self._proven.add(type(module))
+            self._proven.add(module)
         return self._applied.attend(query, key, value, extras["scaling"], **options)
 
     def _prove(

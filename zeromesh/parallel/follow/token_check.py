@@ -140,7 +140,8 @@ class TokenCheck:
         hooked = tuple(
             (name, kind, id(hook)) for name in hooks for kind in hooks[name] for hook, _ in hooks[name][kind]
         )
-        key = shapes, original.training, torch.is_grad_enabled(), hooked
+        modes = tuple(module.training for module in modules.values())
+        key = shapes, modes, torch.is_grad_enabled(), hooked
         users = {name: module for name, module in modules.items() if not of_library(module)}
         device = next((x.device for x in tensors_of(arguments)), torch.device("cpu"))
         # Hooks are told by their ids, so what is done keeps them.
