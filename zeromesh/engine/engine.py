@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zeromesh.base.modes import modes_of, set_modes
 from zeromesh.base.signatures import refuse
 from zeromesh.base.spans import span
 from zeromesh.base.words import counted
@@ -418,7 +419,7 @@ class Engine:
         count = self._accumulation.steps if num_micro_batches is None else num_micro_batches
         if count < 1:
             raise ValueError(f"num_micro_batches is {count}; it must be at least 1")
-        modes = [(module, module.training) for module in self.module.modules()]
+        modes = modes_of(self.module.modules())  # some may be in evaluation mode for good, as frozen parts
         data_iter = self._batches(data_iter)
         self.eval()
         try:
@@ -428,8 +429,7 @@ class Engine:
                 with this_rank.within("eval_batch()"):
                     losses = [*map(self._computation.loss, inputs)] if stages is None else stages.evaluate(inputs)
         finally:
-            for module, mode in modes:  # some may be in evaluation mode for good, as frozen parts
-                module.training = mode  # not train(), which a model may override and which goes down to children
+            set_modes(modes)
         with this_rank.within("eval_batch()"):
             return self._mean(losses)
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zeromesh.base.buffer_memory import BufferMemory
+from zeromesh.base.modes import modes_of, set_modes
 
 
 def modules_of(function: Callable[..., Any]) -> list[nn.Module]:
@@ -30,7 +31,7 @@ class Repeatable:
     def __init__(self, function: Callable[..., Any], modules: Sequence[nn.Module]) -> None:
         self._function, self._modules = function, modules
         self._memory: BufferMemory | None = None  # of the first call
-        self._modes: list[bool] = []
+        self._modes: dict[nn.Module, bool] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
@@ -39,22 +40,15 @@ class Repeatable:
             return self._function(*args, **kwargs)
         if self._memory is not None:
             # model.eval() may stand between a forward and its backward.
-            now = self._exchange(self._modes)
+            now = modes_of(self._modules)
+            set_modes(self._modes)
             try:
                 with self._memory.restored():
                     return self._function(*args, **kwargs)
             finally:
-                self._exchange(now)
-        self._memory, self._modes = BufferMemory(self._modules), [module.training for module in self._modules]
+                set_modes(now)
+        self._memory, self._modes = BufferMemory(self._modules), modes_of(self._modules)
         try:
             return self._function(*args, **kwargs)
         finally:
             self._memory.note()
-
-    def _exchange(self, modes: list[bool]) -> list[bool]:
-        """Set each module's mode, training or not, and return the modes before."""
-        before = [module.training for module in self._modules]
-        for module, old, new in zip(self._modules, before, modes, strict=True):
-            if old != new:
-                module.training = new
-        return before

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from zeromesh.base.dry.meta_values import META
 from zeromesh.base.dry.model_copy import code_of
 from zeromesh.base.in_place import version
+from zeromesh.base.modes import modes_of, set_modes
 from zeromesh.parallel.activation.checkpoint import checkpoint
 from zeromesh.parallel.activation.choices import chooses
 from zeromesh.parallel.follow.split_activation import SplitActivation
@@ -83,13 +84,12 @@ class TokenApartness(TokenCheck):
 
     def _reason(self, module: nn.Module, width: int, batch: tuple[int, ...]) -> tuple[str, bool]:
         """Return why tokens so wide are not known to be apart, or "", and whether the code was followed until then."""
-        modes = {part: part.training for part in module.modules()}
+        modes = modes_of(module.modules())
         try:
             for mode in (None, True, False):
                 if {*modes.values()} == {mode}:
                     continue
-                for part in modes:
-                    vars(part)["training"] = modes[part] if mode is None else mode
+                set_modes(modes if mode is None else dict.fromkeys(modes, mode))
                 self.reason = ""
                 try:
                     reason = self._run(module, width, batch)
@@ -98,8 +98,7 @@ class TokenApartness(TokenCheck):
                 if reason:
                     return reason, not self.reason
         finally:
-            for part, trains in modes.items():
-                vars(part)["training"] = trains
+            set_modes(modes)
         return "", True
 
     def _run(self, module: nn.Module, width: int, batch: tuple[int, ...]) -> str:
