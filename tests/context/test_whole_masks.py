@@ -189,6 +189,15 @@ def test_masks_that_cannot_be_made_exactly_are_refused() -> None:
         create_causal_mask(**arguments, or_mask_function=lambda *index: True)
     with pytest.raises(Unsupported, match="a mask of its own, by blockwise_overlay"):
         create_causal_mask(**arguments, block_sequence_ids=torch.zeros(2, 8, dtype=torch.long))
+
+    def sliding_window_overlay(*index: Any) -> bool:  # of another file than transformers'
+        return True
+
+    with pytest.raises(Unsupported, match="a mask of its own, by test_masks"):
+        create_causal_mask(**arguments, and_mask_function=sliding_window_overlay)
+    sliding_window_overlay.__qualname__ = "sliding_window_overlay"
+    with pytest.raises(Unsupported, match="a mask of its own, by sliding_window_overlay"):
+        create_causal_mask(**arguments, and_mask_function=sliding_window_overlay)
     opt = model_of("OPTForCausalLM", ffn_dim=64, word_embed_proj_dim=32)
     apply(opt, "ulysses", fake(2))
     with pytest.raises(ValueError, match="counts positions by attention_mask, .* pad at the end"):
