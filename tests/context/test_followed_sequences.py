@@ -1,5 +1,6 @@
 """Models whose code is given parts of sequences that stand for the whole: any code, as in one process."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -251,6 +252,13 @@ def test_the_reason_is_told_and_what_does_not_work_together_refused(caplog: pyte
     apply(model, "auto", fake(2))
     with pytest.raises(ValueError, match="a sequence has 15 tokens, which cannot be cut into"):
         model(torch.zeros(2, 15, dtype=torch.long))
+
+
+def test_layers_that_ranks_would_draw_differently_are_refused() -> None:
+    model = Sequences("encoder")
+    model.config = SimpleNamespace(layerdrop=0.1)
+    with pytest.raises(Unsupported, match=r"layerdrop is 0\.1"):
+        apply(model, "auto", fake(2))
 
 
 class Later(nn.Module):

@@ -16,6 +16,7 @@ from zeromesh.parallel.activation.checkpoint import checkpoint_modules
 from zeromesh.parallel.context.applied import Unsupported
 from zeromesh.parallel.context.spread_batch import IGNORE_LABEL
 from zeromesh.parallel.context.spread_model import apply
+from zeromesh.parallel.context.whole_masks import Whole
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 from causal_models import throughout
@@ -189,6 +190,13 @@ def test_masks_that_cannot_be_made_exactly_are_refused() -> None:
         create_causal_mask(**arguments, or_mask_function=lambda *index: True)
     with pytest.raises(Unsupported, match="a mask of its own, by blockwise_overlay"):
         create_causal_mask(**arguments, block_sequence_ids=torch.zeros(2, 8, dtype=torch.long))
+
+    def sliding_window_overlay(*index: Any) -> bool:  # of another file than transformers'
+        return True
+
+    sliding_window_overlay.__qualname__ = "sliding_window_overlay"
+    with pytest.raises(Unsupported, match="a mask of its own, by sliding_window_overlay"):
+        Whole((2, 8)).rules("a model", {"mask_function": sliding_window_overlay, "device": torch.device("cpu")})
     opt = model_of("OPTForCausalLM", ffn_dim=64, word_embed_proj_dim=32)
     apply(opt, "ulysses", fake(2))
     with pytest.raises(ValueError, match="counts positions by attention_mask, .* pad at the end"):

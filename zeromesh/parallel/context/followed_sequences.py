@@ -150,6 +150,11 @@ def _apply(kind: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> An
 def install(model: Any, applied: SpreadSequences) -> None:
     """Change a model so that, where ``applied.consecutive``, its code is given parts that stand for the whole."""
     axis = TokenAxis(applied)
+    for module in model.modules():
+        for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+            if (rate := getattr(getattr(module, "config", None), name, 0)) and rate > 0:
+                what = f"{name} is {rate:g}, and ranks that draw differently would wait for each other's messages"
+                raise refuse(type(module).__name__, what, f"set {name} to 0")
     torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
     for module in model.modules():
         replace_forward(module, _Followed(axis, module).run)

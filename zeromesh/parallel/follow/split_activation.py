@@ -298,12 +298,12 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 _refuse(func, [x])
             x.copy_(x.axis.take(gathered, x.split_dim))
             written[id(gathered)] = x
-    splits, memories = list(sources.values()), {_memory(x) for x in wholes}
+    splits, memories = list(sources.values()), {_memory(x) for x in wholes if x.layout is torch.strided}
 
     def returned(x: Tensor) -> Tensor:
-        if id(x) in written or not splits or _memory(x) in memories:
-            return written[id(x)] if id(x) in written else _read_only(x, sources)
-        return splits[0].axis.again(x, splits)
+        if splits and id(x) not in written and _memory(x) not in memories:
+            return splits[0].axis.again(x, splits)
+        return written[id(x)] if id(x) in written else _read_only(x, sources)
 
     return map_tensors(result, returned)
 
@@ -350,11 +350,10 @@ def _require_fresh(func: Any, values: Any, writes: bool = False) -> None:
     views = [x for x in tensors_of(values) if isinstance(x, GatheredView)]
     if not writes and not any(x.is_stale for x in views):
         return
-    sources = frozenset[str]().union(*(x.part.split_dim.sources for x in views))
     raise NeedsWhole(
         f"{getattr(func, '__name__', func)} was given a view that was gathered of an activation of which each rank has "
         "a part, and one of both is written to, which would not change the other",
-        sources,
+        frozenset[str]().union(*(x.part.split_dim.sources for x in views)),
     )
 
 
