@@ -128,6 +128,9 @@ MIXES: dict[str, tuple[Code, str]] = {
 
 # Attention that is not over tokens: under context parallelism every call of it is taken for one over tokens.
 OTHER_ATTENTION: dict[str, Code] = {
+    "keys of a table": lambda m, y: F.scaled_dot_product_attention(
+        y[:, None], *[m.table[:8].expand(y.shape[0], 1, 8, WIDTH)] * 2
+    )[:, 0],
     "over samples": lambda m, y: F.scaled_dot_product_attention(*[y.transpose(0, 1)[:, None]] * 3)[:, 0].transpose(
         0, 1
     ),
@@ -163,9 +166,6 @@ class Dim(IntEnum):
 # Code that leaves tokens apart.
 APART: dict[str, Code] = {
     "nothing": lambda m, y: y,
-    "keys of a table": lambda m, y: F.scaled_dot_product_attention(
-        y[:, None], *[m.table[:8].expand(y.shape[0], 1, 8, WIDTH)] * 2
-    )[:, 0],
     "activations": lambda m, y: F.silu(y) * y.sigmoid() + F.gelu(y, approximate="tanh"),
     "rows": lambda m, y: m.gate(y.view(-1, WIDTH)).view(*y.shape[:2], 4).repeat(1, 1, 8),
     "rows and back": lambda m, y: (y.reshape(-1, WIDTH) * 2).reshape(y.shape[0], y.shape[1], WIDTH),

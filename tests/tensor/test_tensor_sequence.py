@@ -202,7 +202,7 @@ def test_code_that_computes_over_tokens_is_refused_with_its_line(name: str) -> N
         checked(code)
 
 
-@pytest.mark.parametrize("name", [*APART, *NOISE, "over samples", "over heads"])
+@pytest.mark.parametrize("name", [*APART, *NOISE, "keys of a table", "over samples", "over heads"])
 def test_code_that_leaves_tokens_apart_is_accepted(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", "zeromesh"):
         checked({**APART, **NOISE, **OTHER_ATTENTION}[name])
