@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from math import inf
+from math import ceil, inf
 from typing import NamedTuple
 
 from zeromesh.apps.plan.choose.fit import lacking
@@ -198,7 +198,7 @@ def choose(costs: SavedCosts, budget: float) -> SavedPlan:
     if best is None:
         raise ValueError(
             f"activations may take {budget / 1e9:.6g} GB of a device, and no plan needs less than {bytes_text(least)}: "
-            f"set {BUDGET} to {least / 1e9 * 1.000001:.6g} or more, if the device has it, or choose a smaller "
+            f"set {BUDGET} to {ceil(least / 1e3) / 1e6:.15g} or more, if the device has it, or choose a smaller "
             "micro-batch"
         )
     return best
