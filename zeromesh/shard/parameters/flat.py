@@ -367,7 +367,7 @@ def _take_pieces(flat: Flat) -> None:
     """Take what others gave to the optimizer's pieces by ``piece.data = ...`` into the master."""
     is_unloaded(flat.master)  # raises if somebody has written to it
     for _, local, piece in flat.pieces:
-        value = piece.parameter.detach()
+        value = piece.parameter  # itself: within torch.func, what is made of it has no address
         if value.data_ptr() == flat.master.data_ptr() + local.start * flat.master.stride(0) * value.itemsize:
             continue
         if value.numel() != local.stop - local.start:
@@ -376,7 +376,7 @@ def _take_pieces(flat: Flat) -> None:
                 f"given data of shape {tuple(value.shape)}; write to it in place"
             )
         flat.load_states(write=True)
-        flat.master[local].copy_(value.reshape(-1))
+        flat.master[local].copy_(value.detach().reshape(-1))
         rebind(piece.parameter, flat.master[local].view(piece.parameter.shape))
 
 
