@@ -222,6 +222,11 @@ def build(name: str, dtype: torch.dtype) -> Any:
     kind = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
     config = configuration(name)
     without_dropout(config)
+    return drawn(kind, config, dtype)
+
+
+def drawn(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+    """Return a model of random weights, none of them zero; raise ValueError if it is too large."""
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in kind(config).parameters())
     if size > LARGEST:

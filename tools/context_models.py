@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from causal_models import (
     IMPOSSIBLE,
-    LARGEST,
     RANKS,
     ROOT,
     TOLERANCES,
     UNLABELLED,
     VOCABULARY,
     configuration,
+    drawn,
     throughout,
 )
 from harness import RankFailure, close_pools, run_ranks
@@ -96,17 +96,7 @@ def build(task: str, name: str, dtype: torch.dtype) -> Any:
         config.classifier_dropout = config.classifier_dropout_prob = 0.0  # null stands for a tenth
     if name == "reformer":
         config.axial_pos_shape, config.is_decoder = (4, 4), task == "causal"
-    with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in kind(config).parameters())
-    if size > LARGEST:
-        raise ValueError(f"{size} parameters are too many; give the options that are large in SPECIAL")
-    torch.manual_seed(0)
-    model = kind(config).to(dtype).train()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.add_(torch.randn(parameter.shape, dtype=torch.float64).to(parameter.dtype), alpha=0.05)
-    return model
+    return drawn(kind, config, dtype)
 
 
 def batch(task: str, given: str) -> dict[str, Tensor]:
