@@ -34,7 +34,7 @@ class BlockPlan:
 
     @property
     def moves(self) -> bool:
-        """True if something waits elsewhere."""
+        """True if a tensor is moved off the device."""
         return Saved.MOVE in (self.inputs, *self.results.values())
 
 

@@ -58,7 +58,7 @@ class HostPool:
 
 
 class ActivationStore:
-    """Storage of what one model's checkpointed blocks leave for their backward."""
+    """Storage of the tensors that a model's checkpointed blocks need in their backward."""
 
     def __init__(self, device: torch.device, host: bool, group: Group | None = None) -> None:
         self.device = device  # where the model computes; what is elsewhere stays there
@@ -241,14 +241,14 @@ class KeptTensor:
 
 
 class Visit:
-    """A call of a block, and the tensors that it leaves in a store until the backward."""
+    """One call of a block, with the tensors that it stores until its backward."""
 
     def __init__(self, store: ActivationStore, before: ref[Visit] | None) -> None:
         self.store, self._before = store, before
         self.entries: list[KeptTensor] = []
 
     def put(self, tensor: Tensor, apart: bool = False) -> KeptTensor:
-        """Leave a tensor, which the store has to find movable; ``apart`` from others of the same storage."""
+        """Store a movable tensor; with ``apart``, in a copy that others of its storage do not share."""
         storage = StorageWeakRef(tensor.untyped_storage())
         entry = KeptTensor(self.store, tensor, storage) if apart else self.store.put(tensor, storage)
         self.entries.append(entry)
@@ -256,7 +256,7 @@ class Visit:
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Bring back what was left here; behind the context, what the block before left, whose backward is next."""
+        """Start to fetch this call's tensors on entry, and those of the block before it on exit."""
         self.store.begin_backward()
         self.store.prefetch(self)
         yield

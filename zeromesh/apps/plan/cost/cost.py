@@ -134,7 +134,7 @@ class OperatorCall:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Name by which a plan knows it."""
+        """Name of the operator and number of its call, as plans have them."""
         return self.operator, self.number
 
 
