@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from zeromesh.base.machine import live_bytes, memory, peak_bytes
-from zeromesh.base.signatures import refuse
 from zeromesh.comm.environment import default_backend
 
 Function = Callable[..., Any]
@@ -205,17 +204,6 @@ def get_accelerator() -> DeviceInterface:
             f"DS_ACCELERATOR is {wanted!r}, but this machine has {device}; set it to 'cpu', or leave it out"
         )
     return DeviceInterface("cpu" if device is None or wanted == "cpu" else device.type)
-
-
-def is_current_accelerator_supported() -> bool:
-    """Return whether models can be trained on the device of this process."""
-    return get_accelerator().device_name() in torch.distributed.Backend.default_device_backend_map
-
-
-def set_accelerator(accel_obj: Any) -> None:
-    """Accept the accelerator of this process; another one cannot be set."""
-    advice = "the device is torch's accelerator; set DS_ACCELERATOR=cpu in the environment for the CPU"
-    refuse("set_accelerator", "accel_obj", accel_obj, advice, get_accelerator())
 
 
 def set_random_seed(seed: int) -> None:
