@@ -14,10 +14,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from zeromesh.base.signatures import refuse
 from zeromesh.config.engine_answers import Asked, answer
 from zeromesh.deepspeed.engine_weights import Weights
+from zeromesh.deepspeed.names import ENGINE_REFUSED
 from zeromesh.deepspeed.parameters import ParameterOffload
 from zeromesh.deepspeed.questions import (
     ATTRIBUTES,
-    REFUSED,
     AnsweredConfig,
     CallableScale,
     Throughput,
@@ -119,8 +119,8 @@ class DeepSpeedEngine(Engine, nn.Module):
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        if name in REFUSED:
-            raise AttributeError(f"{type(self).__name__}.{name} cannot be honoured: {REFUSED[name]}")
+        if name in ENGINE_REFUSED:
+            raise AttributeError(f"{type(self).__name__}.{name} cannot be honoured: {ENGINE_REFUSED[name]}")
         try:
             return nn.Module.__getattr__(self, name)  # a module or a parameter that a user has put on the engine
         except AttributeError:

@@ -37,8 +37,11 @@ SAME: dict[str, str] = _TABLES["same"]
 REST: dict[str, str] = _TABLES["rest"]
 """Modules that have the names that a module's row lacks."""
 
-REFUSED: dict[str, str] = {name: remedy for remedy, refused in _TABLES["refused"].items() for name in refused.split()}
-"""Names and modules that cannot be honoured, and what to use instead."""
+REFUSED, ENGINE_REFUSED = (
+    {name: remedy for remedy, refused in _TABLES[table].items() for name in refused.split()}
+    for table in ("refused", "engine_refused")
+)
+"""Names and modules, and names of the engine, that cannot be honoured, and what to use instead."""
 
 
 @cache
