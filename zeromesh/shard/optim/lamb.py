@@ -45,7 +45,12 @@ class Lamb(StepOptimizer):
     ) -> None:
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=bias_correction)
         super().__init__(groups, defaults | {"max_coeff": max_coeff, "min_coeff": min_coeff})
+        self._coefficients: list[torch.Tensor] = []
         self.spread(pieces, exchange)
+
+    def get_lamb_coeffs(self) -> list[float]:
+        """Return the trust ratios of the last update, by this rank's parameters."""
+        return [float(ratio) for ratio in self._coefficients]
 
     def spread(self, pieces: Iterable[Piece], exchange: PieceExchange | None) -> None:
         """Update pieces of parameters from now on; ``exchange`` reaches the other ones."""
@@ -68,11 +73,13 @@ class Lamb(StepOptimizer):
             self._places = {parameter: place for place, parameter in enumerate(updates)}
             self._count = len(updates)
         norms = self._norms({parameter: direction for parameter, (direction, _) in updates.items()})
+        self._coefficients = []
         for parameter, (direction, group) in updates.items():
             weight_norm, update_norm = norms[:, self._places[parameter]]
             ratio = (weight_norm / update_norm).clamp(group["min_coeff"], group["max_coeff"])
             # As in the paper: an update of zero, or of a parameter that is zero, is not scaled.
             ratio = torch.where((weight_norm > 0) & (update_norm > 0), ratio, 1.0)
+            self._coefficients.append(ratio)
             parameter.sub_(direction.mul_(ratio * group["lr"]))
 
     def _direction(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
