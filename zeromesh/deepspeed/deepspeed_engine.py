@@ -16,14 +16,7 @@ from zeromesh.config.engine_answers import Asked, answer
 from zeromesh.deepspeed.engine_weights import Weights
 from zeromesh.deepspeed.names import ENGINE_REFUSED
 from zeromesh.deepspeed.parameters import ParameterOffload
-from zeromesh.deepspeed.questions import (
-    ATTRIBUTES,
-    AnsweredConfig,
-    CallableScale,
-    Throughput,
-    data_seed,
-    methods,
-)
+from zeromesh.deepspeed.questions import ATTRIBUTES, AnsweredConfig, CallableScale, Throughput, data_seed, methods
 from zeromesh.deepspeed.wrappers import attributes
 from zeromesh.engine.batches import check_loss
 from zeromesh.engine.delegation import of_part
@@ -33,24 +26,13 @@ from zeromesh.engine.state import EngineState
 from zeromesh.shard.optim.bound import name_values
 from zeromesh.shard.store import aside
 
+OffloadDeviceEnum = StrEnum("OffloadDeviceEnum", ["none", "cpu", "nvme"])
+"""Memory that states are moved to."""
 
-class OffloadDeviceEnum(StrEnum):
-    """Memory that states are moved to."""
-
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
-
-
-class OffloadStateTypeEnum(StrEnum):
-    """Kinds of states that can be moved."""
-
-    optim_states = "optim_states"
-    hp_params = "hp_params"
-    lp_params = "lp_params"
-    lp_grads = "lp_grads"
-    contiguous_grad_buffer = "contiguous_grad_buffer"
-
+OffloadStateTypeEnum = StrEnum(
+    "OffloadStateTypeEnum", ["optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer"]
+)
+"""Kinds of states that can be moved."""
 
 _KINDS = {
     OffloadStateTypeEnum.optim_states: aside.OPTIMIZER,
