@@ -20,14 +20,13 @@ from zeromesh.parallel.context import spread_batch as batch
 from zeromesh.parallel.context.applied import (
     SpreadSequences,
     Unsupported,
+    arguments_of_sequences,
     is_token_mean,
-    named_arguments,
     parameters_of,
     refuse,
-    replace_forward,
 )
 from zeromesh.parallel.context.sequence_order import require_length
-from zeromesh.parallel.follow.activation_parts import guard_functions
+from zeromesh.parallel.follow.activation_parts import guard_functions, replace_forward
 from zeromesh.parallel.follow.split_activation import (
     NeedsWhole,
     Sealed,
@@ -157,12 +156,12 @@ def install(model: Any, applied: SpreadSequences) -> None:
                 raise refuse(type(module).__name__, what, f"set {name} to 0")
     torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
     for module in model.modules():
-        replace_forward(module, _Followed(axis, module).run)
+        replace_forward(module, partial(_Followed(axis, module).run, module.forward))
     for module in model.modules():
         if "labels" in parameters_of(type(module)) and callable(loss := getattr(module, "loss_function", None)):
             setattr(module, "loss_function", update_wrapper(partial(_loss, axis, loss), loss))  # noqa: B010
     guard_functions({type(module) for module in model.modules() if not of_library(module)})
-    replace_forward(model, partial(_run, axis, type(model)))
+    replace_forward(model, partial(_run, axis, type(model), model.forward))
 
 
 class _Followed:
@@ -268,20 +267,13 @@ def _run(axis: TokenAxis, kind: type[nn.Module], forward: Any, /, *args: Any, **
                 raise
             applied.follow_code(error)
         else:
-            applied.count_forward()
+            applied.forwards += applied.active  # none is counted while paused
             return output
     return torch.compiler.disable(_follow)(axis, kind, forward, args, kwargs)
 
 
 def _follow(axis: TokenAxis, kind: type[nn.Module], forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    named = named_arguments(kind, args, kwargs)
-    if named.get("past_key_values") is not None:
-        raise refuse(kind.__name__, "it is called with a cache, as in generation", "generate within paused()")
-    if named.get("num_items_in_batch") is not None:
-        reason = "num_items_in_batch counts labels, and the ranks count theirs themselves"
-        raise refuse(kind.__name__, reason, "leave it out")
-    if "use_cache" in parameters_of(kind):
-        named["use_cache"] = False
+    named = arguments_of_sequences(kind, args, kwargs)
     # Others than these may be anything, and are given whole.
     first = next((name for name, x in named.items() if isinstance(x, Tensor) and x.ndim > 1), "")
     for name in {*batch.TOKENS} & named.keys() or {first} & named.keys():

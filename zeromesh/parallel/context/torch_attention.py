@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeromesh.parallel.context import spread_batch as batch
-from zeromesh.parallel.context.applied import SpreadSequences, named_arguments, parameters_of, refuse, replace_forward
+from zeromesh.parallel.context.applied import SpreadSequences, named_arguments, parameters_of, refuse
+from zeromesh.parallel.follow.activation_parts import replace_forward
 from zeromesh.parallel.follow.split_activation import SplitActivation
 from zeromesh.parallel.follow.token_check import Following, TokenCheck, alone
 from zeromesh.parallel.follow.tokens import MixesTokens, OfLabels
@@ -44,9 +45,9 @@ def install(model: nn.Module, applied: SpreadSequences, unchecked: Sequence[str]
     # In all modules, not only the whole, as a checkpointed module runs again on its own in the backward.
     for path, module in model.named_modules():
         if not type(module).__module__.startswith("torch.nn"):
-            replace_forward(module, _Interception(path or name, applied, check).run)
+            replace_forward(module, partial(_Interception(path or name, applied, check).run, module.forward))
     check.install(model)
-    replace_forward(model, partial(_run, type(model), positions, applied, check))
+    replace_forward(model, partial(_run, type(model), positions, applied, check, model.forward))
 
 
 def check_of(
