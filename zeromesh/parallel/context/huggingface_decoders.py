@@ -195,8 +195,8 @@ class _Parts:
         if self.check is None:
             output = forward(**part)
         else:
-            with Following(self.check):
-                output = followed(name, self.check, part, applied, partial(forward, **part))
+            with Following(self.check), followed(name, self.check, part, applied):
+                output = forward(**part)
         applied.require_attention(name)
         # A loss that was computed otherwise would be the mean over this rank's tokens only.
         if "labels" in part and not applied.losses and not shifts and hasattr(output, "loss"):

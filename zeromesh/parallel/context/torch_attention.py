@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from zeromesh.parallel.context.applied import SpreadSequences, named_arguments, 
 from zeromesh.parallel.follow.activation_parts import replace_forward
 from zeromesh.parallel.follow.split_activation import SplitActivation
 from zeromesh.parallel.follow.token_check import Following, TokenCheck, alone
-from zeromesh.parallel.follow.tokens import MixesTokens, OfLabels
+from zeromesh.parallel.follow.tokens import OfLabels
 from zeromesh.parallel.tensor.split_plan import matches
 
 # Layers of torch that mix positions in their own way.
@@ -92,7 +92,8 @@ def _run(
         return forward(*args, **kwargs)
     applied.begin()
     part = batch.split(named_arguments(kind, args, kwargs), applied.group, positions, shift=False)
-    output = followed(kind.__name__, check, part, applied, partial(forward, **part))
+    with followed(kind.__name__, check, part, applied):
+        output = forward(**part)
     applied.require_attention(kind.__name__)
     if "labels" not in part:
         return output
@@ -105,8 +106,10 @@ def _run(
     return applied.mean_loss(output, part["labels"])
 
 
-def require_apart(name: str, check: TokenCheck, part: dict[str, Any], applied: SpreadSequences) -> None:
-    """Raise Unsupported if the model's code mixes tokens outside of attention; see ``TokenCheck.begin``."""
+def followed(
+    name: str, check: TokenCheck, part: dict[str, Any], applied: SpreadSequences
+) -> AbstractContextManager[None]:
+    """Return a context of a forward of some arguments. It raises Unsupported for code that mixes tokens elsewhere."""
 
     def call(model: nn.Module, run: Any) -> None:
         arguments = dict(part)
@@ -120,36 +123,10 @@ def require_apart(name: str, check: TokenCheck, part: dict[str, Any], applied: S
         with applied.without_messages():
             model(**arguments)
 
-    with _refused(name):
-        check.begin(part, call)
-
-
-def followed(
-    name: str, check: TokenCheck, part: dict[str, Any], applied: SpreadSequences, forward: Callable[[], Any]
-) -> Any:
-    """Return what a forward does whose code was checked. Raise Unsupported if it takes a way that mixes tokens."""
-    torch.compiler.disable(require_apart)(name, check, part, applied)
-    completed = False
-    try:
-        output = forward()
-        completed = True
-    finally:
-        with _refused(name):
-            torch.compiler.disable(check.end)(completed)
-    return output
-
-
-@contextmanager
-def _refused(name: str) -> Iterator[None]:
-    try:
-        yield
-    except MixesTokens as error:
-        raise refuse(
-            name,
-            str(error),
-            "name the module in context_parallel.unchecked if it computes each token by itself, or set "
-            "mesh.context to 1",
-        ) from None
+    remedy = (
+        "name the module in context_parallel.unchecked if it computes each token by itself, or set mesh.context to 1"
+    )
+    return check.followed(part, call, lambda reason: refuse(name, reason, remedy))
 
 
 # The replacement in force. A backward may run on a thread of its own, where none is.

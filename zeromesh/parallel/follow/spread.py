@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from zeromesh.comm.collectives import Group
 from zeromesh.parallel.follow.split_guard import Apart
 from zeromesh.parallel.follow.token_check import Following, TokenCheck
-from zeromesh.parallel.follow.tokens import MixesTokens
 from zeromesh.parallel.tensor.operators import move
 from zeromesh.parallel.tensor.random_streams import RandomStreams
 from zeromesh.parallel.tensor.sequence import Stack
@@ -234,44 +233,31 @@ def _closed(run: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return _of_first(forward(*run.join(args), **kwargs), lambda x: _split(run, x))
 
 
-class Followed(Following):
+class Followed:
     """Hooks of a model whose code, where parts of sequences are, is checked in each forward."""
 
     def __init__(self, check: TokenCheck) -> None:
-        super().__init__(check)
-        self._is_on = False
+        self._check, self._forward = check, ExitStack()
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check that the code leaves tokens apart. Raise ValueError if not."""
-        if _recomputes():
-            return
-        check_tokens(self.check, model, args, kwargs)
-        self.__enter__()  # type: ignore[no-untyped-call]
-        self._is_on = True
+        if not _recomputes():
+            self._forward.enter_context(followed(self._check, args, kwargs))
+            self._forward.enter_context(Following(self._check))
 
     def after(self, model: nn.Module, args: Any, output: Any) -> None:
         """Check it again if the forward took another way; the hook is always called."""
-        if not self._is_on:
-            return
-        self._is_on = False
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        with _refused():
-            self.check.end(sys.exception() is None)
+        self._forward.__exit__(*sys.exc_info())
 
 
-def check_tokens(check: TokenCheck, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check that a model's code leaves tokens apart, where parts of sequences are. Raise ValueError if not."""
+def followed(check: TokenCheck, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+    """Return a context of a forward whose code is checked where parts of sequences are. It raises ValueError."""
     meta_args, meta_kwargs = check.without_memory((args, kwargs))
-    with _refused():
-        check.begin(_named(args, kwargs), lambda copied, _: copied(*meta_args, **meta_kwargs))
-
-
-@contextmanager
-def _refused() -> Iterator[None]:
-    try:
-        yield
-    except MixesTokens as error:
-        raise ValueError(f"{error}; set tensor_parallel.sequence to false") from None
+    return check.followed(
+        _named(args, kwargs),
+        lambda copied, _: copied(*meta_args, **meta_kwargs),
+        lambda reason: ValueError(f"{reason}; set tensor_parallel.sequence to false"),
+    )
 
 
 def _change_input(
