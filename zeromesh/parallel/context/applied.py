@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -84,23 +85,13 @@ class SpreadSequences:
         self.consecutive = True
         _log.warning("%s; under the strategy auto its code is given tokens of all ranks where it needs them", reason)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Compute without context parallelism in this context: each rank all that it is given."""
-        before, self.active = self.active, False
-        try:
-            yield
-        finally:
-            self.active = before
+    def paused(self) -> AbstractContextManager[Any]:
+        """Return a context without context parallelism: each rank computes all that it is given."""
+        return patch.object(self, "active", False)
 
-    @contextmanager
-    def without_messages(self) -> Iterator[None]:
-        """Compute with tensors without memory in this context, as in a check of the model's code."""
-        self.sends = False
-        try:
-            yield
-        finally:
-            self.sends = True
+    def without_messages(self) -> AbstractContextManager[Any]:
+        """Return a context of tensors without memory, as in a check of the model's code."""
+        return patch.object(self, "sends", False)
 
     def begin(self, order: Tensor | None = None) -> None:
         """Count calls of attention and of the loss anew: a forward begins, of tokens in an order."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial, update_wrapper
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +37,6 @@ from zeromesh.parallel.follow.split_activation import (
     whole,
 )
 from zeromesh.parallel.follow.split_rules import as_split
-from zeromesh.parallel.tensor.random_streams import RandomStreams
 
 # Each rank holds consecutive tokens, and differentiates its own share of the loss: a parameter's gradient is the mean
 # over the ranks of what they find, as in data parallelism. So what is gathered has the sum of all ranks' gradients, and
@@ -50,9 +48,9 @@ class TokenAxis(TensorAxis):
     """Messages over the context axis."""
 
     def __init__(self, applied: SpreadSequences) -> None:
-        super().__init__(applied.group, cast("RandomStreams", None), applied.tag)
+        super().__init__(applied.group, applied.tag)
         self.applied, self.gradient_scale = applied, applied.group.size
-        self._alike = TensorAxis(applied.group, cast("RandomStreams", None), applied.tag)
+        self._alike = TensorAxis(applied.group, applied.tag)
 
     def _move(self, x: Tensor, name: str, dim: int = 0) -> Tensor:
         return super()._move(x, _MOVES[name], dim)
@@ -65,10 +63,6 @@ class TokenAxis(TensorAxis):
     def copy(self, tensor: Tensor) -> Tensor:
         """Return the same."""
         return tensor
-
-    def apart(self) -> AbstractContextManager[None]:
-        """Draw random numbers as this rank does anyway."""
-        return nullcontext()
 
     def again(self, result: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """Return this rank's part of a result that has the sequence in the dim where one of the activations has it."""

@@ -167,35 +167,24 @@ class _Interception(Following):
         return (_inside.get() or self)._attend(*args, **(kwargs or {}))
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        require_plain(self._name, query, key, attn_mask, dropout_p, is_causal)
-        return self._applied.attend(query, key, value, scale)
-
-
-def require_plain(
-    name: str, query: Tensor, key: Tensor, mask: torch.Tensor | None, dropout: float, is_causal: bool
-) -> None:
-    """Raise Unsupported if a call of attention is more than causal attention of a sequence to itself."""
-    reason = ""
-    if mask is not None:
-        reason = f"its attention has a mask, of shape {tuple(mask.shape)}, where only is_causal=True can be spread"
-    elif not is_causal:
-        reason = "its attention is not causal"
-    elif dropout > 0:
-        reason = f"its attention has dropout {dropout:g}, which ranks would have to draw alike: set it to 0"
-    elif query.ndim != 4 or query.shape[2] != key.shape[2]:
-        reason = (
-            f"its queries have shape {tuple(query.shape)} and its keys {tuple(key.shape)}, where both should be "
-            "(batch, heads, sequence, width) with one sequence, and no cache"
-        )
-    if reason:
-        raise refuse(name, reason)
+        """Compute attention over the ranks. Raise Unsupported if it is more than causal, of a sequence to itself."""
+        settings = dict(zip(("dropout_p", "is_causal"), args, strict=False)) | kwargs
+        dropout, reason = settings.get("dropout_p", 0.0), ""
+        if attn_mask is not None:
+            reason = (
+                f"its attention has a mask, of shape {tuple(attn_mask.shape)}, where only is_causal=True can be spread"
+            )
+        elif not settings.get("is_causal"):
+            reason = "its attention is not causal"
+        elif dropout > 0:
+            reason = f"its attention has dropout {dropout:g}, which ranks would have to draw alike: set it to 0"
+        elif query.ndim != 4 or query.shape[2] != key.shape[2]:
+            reason = (
+                f"its queries have shape {tuple(query.shape)} and its keys {tuple(key.shape)}, where both should be "
+                "(batch, heads, sequence, width) with one sequence, and no cache"
+            )
+        if reason:
+            raise refuse(self._name, reason)
+        return self._applied.attend(query, key, value, settings.get("scale"))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from zeromesh.base.dry.dry_run import DryRun, OperatorListener
 from zeromesh.base.dry.model_copy import dry, dtype_of, imitated, is_odd, limited, seed_all
 from zeromesh.base.dry.model_inputs import ModelInput, guesses_of, samples_of
+from zeromesh.base.modes import modes_of, set_modes
 from zeromesh.parallel.follow import split_views as split_views  # which registers rules
 from zeromesh.parallel.follow.split_activation import Axis, NeedsWhole, SplitActivation, SplitDim, part_of, whole
 from zeromesh.parallel.follow.split_rules import as_split
@@ -92,7 +93,7 @@ def traced_plan(
     for name, p in _weights(model, (*layers, *others)):
         weights.setdefault(id(copies[id(p)]), []).append(name)
     alike = {name: _alike(name, model.get_submodule(name)) for name in layers}
-    runs = _Runs(copied, weights, dict(layers), alike, ranks, others)
+    runs = _Runs(copied, _Layers(layers, alike, weights), ranks, others)
     try:
         with dry(model), limited(SECONDS):
             findings = runs.first(chain(filter(None, [sample()]), samples_of(model), guesses_of(model)))
@@ -149,25 +150,25 @@ def _with_others(
     return replace(findings, rules={name: rule for name, rule in merged.items() if rule is not None})
 
 
+@dataclass(frozen=True)
+class _Layers:
+    """Layers that are traced, by name; see ``traced_plan``."""
+
+    large: Mapping[str, bool]
+    alike: Mapping[str, Alike]
+    weights: Mapping[int, Collection[str]]  # names of layers by the ``id`` of their parameters in the copy
+
+
 class _Runs:
     """Runs of a copy of a model, and the search among choices."""
 
-    def __init__(
-        self,
-        copied: nn.Module,
-        weights: Mapping[int, Collection[str]],
-        layers: dict[str, bool],
-        alike: dict[str, Alike],
-        ranks: int,
-        others: Collection[str] = (),
-    ) -> None:
+    def __init__(self, copied: nn.Module, layers: _Layers, ranks: int, others: Collection[str]) -> None:
         self.guessed = False  # true once code has asked for a value
-        self._copied, self._weights, self._layers, self._ranks = copied, weights, layers, ranks
-        self._alike = alike
+        self._copied, self._layers, self._ranks = copied, layers, ranks
         self._dtype = dtype_of(copied)
         self._left = MOST_OPERATORS
         self._run: _Run | None = None
-        for name in (*layers, *others):
+        for name in (*layers.large, *others):
             layer = copied.get_submodule(name)
             setattr(layer, "forward", partial(self._call, name, layer, layer.forward))  # noqa: B010
 
@@ -188,7 +189,7 @@ class _Runs:
                     failure = failure or error
                 else:
                     best = findings if best is None or len(findings.called) > len(best.called) else best
-                    if best.called >= self._layers.keys():
+                    if best.called >= self._layers.large.keys():
                         break
                 if not self.guessed:
                     break
@@ -203,21 +204,19 @@ class _Runs:
         for _ in range(MOST_RUNS):
             choices, findings = self._chosen(forced)
             # Code may need the whole in the other mode only: in evaluation, or in training.
-            before = {module: module.training for module in self._copied.modules()}
+            modes = modes_of(self._copied.modules())
             try:
-                for module, trains in before.items():
-                    module.train(not trains)
+                set_modes({module: not trains for module, trains in modes.items()})
                 self._try(choices)
             except NeedsWhole as error:
-                if not (more := {self._alike[name] for name in error.sources} - forced):
+                if not (more := {self._layers.alike[name] for name in error.sources} - forced):
                     break
                 forced |= more
                 continue
             except Exception:  # it need not run so
                 _log.debug("the model cannot be traced in its other mode", exc_info=True)
             finally:
-                for module, trains in before.items():
-                    module.train(trains)
+                set_modes(modes)
             break
         return findings
 
@@ -227,7 +226,7 @@ class _Runs:
             try:
                 findings = self._try(choices)
             except NeedsWhole as error:
-                forced |= {self._alike[name] for name in error.sources}
+                forced |= {self._layers.alike[name] for name in error.sources}
                 choices = replace(choices, gathered=choices.gathered | forced)
                 continue
             if findings.read - choices.read:  # what follows them is given wholes
@@ -245,7 +244,7 @@ class _Runs:
             choices = replace(choices, gathered=choices.gathered | findings.gathered)
         assert best is not None
         choices, findings = best
-        by_rows = [self._alike[name] for name, rule in findings.rules.items() if rule.style == BY_ROWS]
+        by_rows = [self._layers.alike[name] for name, rule in findings.rules.items() if rule.style == BY_ROWS]
         for layers in dict.fromkeys(by_rows):
             try:
                 other = replace(choices, by_columns=choices.by_columns | {layers})
@@ -257,7 +256,7 @@ class _Runs:
         return choices, findings
 
     def _try(self, choices: Choices) -> Found:
-        self._run = _Run(self._weights, self._layers, self._alike, self._ranks, choices)
+        self._run = _Run(self._layers, self._ranks, choices)
         run = DryRun(self._run, self._guess, self._left)
         seed_all()
         try:
@@ -272,21 +271,14 @@ class _Runs:
 class _Run(OperatorListener, Axis):
     """One forward, as the axis on which its activations are split."""
 
-    def __init__(
-        self,
-        weights: Mapping[int, Collection[str]],
-        layers: dict[str, bool],
-        alike: dict[str, Alike],
-        ranks: int,
-        choices: Choices,
-    ) -> None:
-        self._alike, self.size = alike, ranks
+    def __init__(self, layers: _Layers, ranks: int, choices: Choices) -> None:
+        self.size = ranks
         self._rules: dict[str, PlanRule] = {}
         self._sent = 0.0
         self._gathered: set[Alike] = set()
         self._wishes: dict[Alike, tuple[int, ...]] = {}
         self._read: set[str] = set()
-        self._weights, self._layers, self._choices = weights, layers, choices
+        self._layers, self._choices = layers, choices
         self._inside: list[str] = []
         self._known: dict[str, tuple[str, tuple[int, ...]]] = {}  # style and sections of the layers called so far
         self._entered: dict[tuple[str, int], Tensor] = {}
@@ -298,7 +290,7 @@ class _Run(OperatorListener, Axis):
     def on_read(self, func: Any, tensors: Sequence[Tensor]) -> None:
         """Note who reads weights and parts."""
         for x in tensors:
-            names = self._weights.get(id(x), ())  # several if the weight is tied
+            names = self._layers.weights.get(id(x), ())  # several if the weight is tied
             if names and not any(name in self._inside for name in names):
                 self._read |= set(names)
                 for name in names:
@@ -315,9 +307,9 @@ class _Run(OperatorListener, Axis):
         x, *args = args  # type: ignore[assignment]
         self._inside.append(name)
         try:
-            if name not in self._layers or not isinstance(x, Tensor) or not x.is_floating_point():
+            if name not in self._layers.large or not isinstance(x, Tensor) or not x.is_floating_point():
                 return forward(x, *args, **kwargs)
-            if id(getattr(layer, "base_layer", layer).weight) not in self._weights:  # of functional_call
+            if id(getattr(layer, "base_layer", layer).weight) not in self._layers.weights:  # of functional_call
                 self._read.add(name)
             style, sections = self._known.setdefault(name, self._style(name, layer, x))
             if style and name not in self._read:
@@ -339,7 +331,7 @@ class _Run(OperatorListener, Axis):
             self._inside.pop()
 
     def _style(self, name: str, layer: Any, x: Tensor) -> tuple[str, tuple[int, ...]]:
-        alike, choices = self._alike[name], self._choices
+        alike, choices = self._layers.alike[name], self._choices
         if name in choices.read:
             return "", ()
         if isinstance(x, SplitActivation) and alike not in choices.by_columns:
@@ -350,7 +342,7 @@ class _Run(OperatorListener, Axis):
         outputs = sum(base.weight.shape) - x.shape[-1]
         sections = choices.sections.get(alike, (outputs,))
         if alike in choices.gathered or any(section % self.size for section in sections):
-            return (GATHERED, ()) if self._layers[name] else ("", ())
+            return (GATHERED, ()) if self._layers.large[name] else ("", ())
         return BY_COLUMNS, sections
 
     def _by_rows(self, forward: Any, x: Tensor, sections: tuple[int, ...], *args: Any, **kwargs: Any) -> Tensor:
@@ -371,7 +363,7 @@ class _Run(OperatorListener, Axis):
 
     def gather(self, part: Tensor, split_dim: SplitDim) -> Tensor:
         """Return a whole of the right shape."""
-        self._gathered |= {self._alike[name] for name in split_dim.sources}
+        self._gathered |= {self._layers.alike[name] for name in split_dim.sources}
         joined = torch.cat([part] * self.size, split_dim.dim)
         self._send(joined)
         return joined
@@ -400,4 +392,4 @@ class _Run(OperatorListener, Axis):
         scale, rest = divmod(sum(sections), sum(lengths))
         wished = tuple(length * scale for length in lengths)
         if not rest and len(sections) == 1 and not any(length % self.size for length in wished):
-            self._wishes.setdefault(self._alike[name], wished)
+            self._wishes.setdefault(self._layers.alike[name], wished)
