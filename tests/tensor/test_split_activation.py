@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from simulated_ranks import Hub, in_threads
 from token_programs import Twice
 from zeromesh.base.containers import map_tensors, tensors_of
-from zeromesh.parallel.follow import split_views as split_views  # which registers rules
 from zeromesh.parallel.follow.split_activation import NeedsWhole, SplitActivation, SplitDim, TensorAxis, part_of, whole
 from zeromesh.parallel.follow.split_rules import as_split
 from zeromesh.parallel.tensor.random_streams import RandomStreams

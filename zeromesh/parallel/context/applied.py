@@ -85,6 +85,10 @@ class SpreadSequences:
         self.consecutive = True
         _log.warning("%s; under the strategy auto its code is given tokens of all ranks where it needs them", reason)
 
+    def count_forward(self) -> None:
+        """Count a forward that has ended without ``consecutive``; none of them is counted while paused."""
+        self.forwards += self.active
+
     def paused(self) -> AbstractContextManager[Any]:
         """Return a context without context parallelism: each rank computes all that it is given."""
         return patch.object(self, "active", False)

@@ -81,10 +81,10 @@ class TokenAxis(TensorAxis):
                 x.register_hook(lambda gradient: gradient * factor)
             return x
 
-        def given(x: Tensor) -> Tensor:
-            return (
-                scaled(self._alike.gather(part_of(x), x.split_dim), self.size) if isinstance(x, SplitActivation) else x
-            )
+        def gathered(x: Tensor) -> Tensor:
+            if not isinstance(x, SplitActivation):
+                return x
+            return scaled(self._alike.gather(part_of(x), x.split_dim), self.size)
 
         def returned(x: Tensor) -> Tensor:
             if not x.is_floating_point() or any(x is other for other in others):
@@ -94,7 +94,7 @@ class TokenAxis(TensorAxis):
                 return scaled(self._alike.copy(x), 1 / self.size) if x.requires_grad else x
             return as_split(scaled(self._alike.take(x, split_dim).clone(), 1 / self.size), split_dim, self)
 
-        whole_args, whole_kwargs = map_tensors((args, kwargs), given)
+        whole_args, whole_kwargs = map_tensors((args, kwargs), gathered)
         others = tensors_of((whole_args, whole_kwargs))
         before = [version(x) for x in others], _random_states(others)
         result = function(*whole_args, **whole_kwargs)
@@ -187,8 +187,8 @@ class _Followed:
             return forward(*args, **kwargs)  # of another model: transformers' share some functions
         # A recomputation in the backward, which is given plain tensors where it was given parts.
         with Sealed():
-            args = tuple(self._given(place, x) for place, x in enumerate(args))
-            return self._compute(forward, args, {name: self._given(name, x) for name, x in kwargs.items()})
+            args = tuple(self._as_part(place, x) for place, x in enumerate(args))
+            return self._compute(forward, args, {name: self._as_part(name, x) for name, x in kwargs.items()})
 
     def _compute(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._reads_ids:  # those that a model makes itself, such as a decoder's, are whole
@@ -231,7 +231,7 @@ class _Followed:
             state += value, count
         return state
 
-    def _given(self, place: int | str, x: Any) -> Any:
+    def _as_part(self, place: int | str, x: Any) -> Any:
         if not isinstance(x, Tensor) or isinstance(x, SplitActivation):
             return x
         first, *more = self._splits.get((place, x.shape), {None})
@@ -261,7 +261,7 @@ def _run(axis: TokenAxis, kind: type[nn.Module], forward: Any, /, *args: Any, **
                 raise
             applied.follow_code(error)
         else:
-            applied.forwards += applied.active  # none is counted while paused
+            applied.count_forward()
             return output
     return torch.compiler.disable(_follow)(axis, kind, forward, args, kwargs)
 

@@ -221,9 +221,9 @@ class TokenCheck:
         engines = hooks is not None and of_library(hooks[0])
         unchanged = saved_tensors_hooks(_same, _same) if engines else nullcontext()
         with dry(model), unchanged:
-            return replace(self._found(model, original, forward), hooks=forward.hooks)
+            return replace(self._result(model, original, forward), hooks=forward.hooks)
 
-    def _found(self, model: nn.Module, original: nn.Module, forward: _Forward) -> _Checked:
+    def _result(self, model: nn.Module, original: nn.Module, forward: _Forward) -> _Checked:
         checked = _Checked(None, set())
         for guess in (False, True):  # a condition on values is tried both ways
             whole_run = TokenRun(self._parts, self._attends, guess, forward.device)

@@ -30,7 +30,6 @@ from zeromesh.base.dry.dry_run import DryRun, OperatorListener
 from zeromesh.base.dry.meta_values import META
 from zeromesh.base.dry.model_copy import OURS, TORCH
 from zeromesh.base.in_place import version, writes, written
-from zeromesh.parallel.follow import split_views as split_views  # which registers rules
 from zeromesh.parallel.follow.backwards import Backwards, Hooks, OfSum
 from zeromesh.parallel.follow.split_activation import Axis, NeedsWhole, SplitActivation, SplitDim, frames
 from zeromesh.parallel.follow.split_rules import ENTRY_BY_ENTRY, as_split, entry_by_entry
