@@ -4,47 +4,92 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeromesh.comm.collectives import Group
+from zeromesh.comm.collectives import Group, Pending
 from zeromesh.parallel.context import attention_block as blocks
 from zeromesh.parallel.context.attention_block import AttentionBlock
 from zeromesh.parallel.context.pair_rules import CausalPairs, PairBlock
 from zeromesh.parallel.context.sequence_order import gathered_order
 
-# Bytes that each rank sends, for c ranks and sizes of its parts of q, k, v and the result in their dtype:
-# ulysses: (q + k + v + result) (c-1)/c, and the same in the backward; repeated key heads count as often as they are.
-# ring: (k + v) (c-1), and in the backward the same, with (c-1) times their gradients in at least fp32. Of other masks
-# than causal, the number of ranks at those distances from which some rank sees keys stands for c-1.
+# Bytes that each rank sends, for r groups of u ranks that share heads, and sizes of its parts of q, k, v and the result
+# in their dtype:
+# heads: (q + k + v + result) (u-1)/u, and the same in the backward; repeated key heads count as often as they are.
+# ring: (k + v) (r-1), and in the backward the same, with (r-1) times their gradients in at least fp32. Of other masks
+# than causal, the number of groups at those distances from which some group sees keys stands for r-1.
 STRATEGIES = ("ring", "ulysses")
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-AUTO = "auto"  # ring for plain causal attention, and where ranks do not divide the heads; ulysses for all other
+AUTO = "auto"  # ring for plain causal attention; for all other as many ranks share heads as can
+
+
+class Subgroup:
+    """Some ranks of a group, which send to each other by their places among these.
+
+    Attributes:
+        size: number of them.
+        rank: place of this one.
+    """
+
+    def __init__(self, group: Group, ranks: Sequence[int]) -> None:
+        self._group, self._ranks = group, ranks
+        self.size, self.rank = len(ranks), ranks.index(group.rank)
+
+    def send_and_receive(self, sends: dict[int, Tensor], receives: dict[int, Tensor], tag: int, what: str) -> Pending:
+        """See ``Group.send_and_receive``."""
+        sends, receives = ({self._ranks[place]: x for place, x in messages.items()} for messages in (sends, receives))
+        return self._group.send_and_receive(sends, receives, tag, what)
+
+
+Ranks = Group | Subgroup
+
+
+def degree_of(strategy: str, ranks: int, heads: int | None, degree: int = 0) -> int:
+    """Return how many of the ranks share heads, neighbours each; 0: as many as the strategy takes.
+
+    ``heads`` are those of each layer of the model, None if they are not known. Raise ValueError for a degree that does
+    not divide the ranks and the heads, or of another strategy.
+    """
+    if degree and (ranks % degree or (strategy == "ulysses" and degree != ranks)):
+        works = [n for n in range(1, ranks + 1) if ranks % n == 0 and (n == ranks or strategy != "ulysses")]
+        raise ValueError(
+            f"context_parallel.ulysses_degree is {degree}, but of {ranks} context-parallel ranks under the strategy "
+            f"{strategy}, {' or '.join(map(str, works))} can share heads: set it to one of these, or leave it out"
+        )
+    chosen = degree or {"ring": 1, "ulysses": ranks, AUTO: math.gcd(ranks, heads or ranks)}[strategy]
+    if heads is not None:
+        require_heads(heads, chosen)
+    return chosen
 
 
 def attend(
-    strategy: str, q: Tensor, k: Tensor, v: Tensor, group: Group, tag: int, scale: float | None = None
+    degree: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group,
+    tag: int,
+    sinks: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
-    """Compute attention by the strategy of a name, ``ring`` or ``ulysses``."""
-    return (ulysses if strategy == "ulysses" else ring)(q, k, v, group, tag, scale)
+    """Compute attention where ``degree`` neighbours share heads, and keys and values go around these groups of ranks.
 
-
-def ulysses(q: Tensor, k: Tensor, v: Tensor, group: Group, tag: int, scale: float | None = None) -> Tensor:
-    """Compute causal attention with the heads spread over the ranks; arguments are those of ``by_heads``.
-
-    ``scale`` is the scale of the scores; None: the root of the width, inverted.
+    Arguments are those of ``by_heads`` and, as ``options``, of ``ring``; ``sinks`` are those of all heads.
     """
+    # The tokens of such neighbours together are the part that one rank has where there are as many ranks as groups.
+    first, place = group.rank - group.rank % degree, group.rank % degree
+    sharing = Subgroup(group, range(first, first + degree))
+    if sinks is not None:
+        options["sinks"] = sinks.flatten().chunk(degree)[place]
+    passing = Subgroup(group, range(place, group.size, degree))
+    return by_heads(partial(ring, group=passing, tag=tag, **options), q, k, v, sharing, tag)
 
-    def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=k.shape[1] != q.shape[1])
 
-    return by_heads(causal, q, k, v, group, tag)
-
-
-def by_heads(run: Attention, q: Tensor, k: Tensor, v: Tensor, group: Group, tag: int) -> Tensor:
+def by_heads(run: Attention, q: Tensor, k: Tensor, v: Tensor, group: Ranks, tag: int) -> Tensor:
     """Compute attention with the heads spread over the ranks (Jacobs et al., "DeepSpeed Ulysses", 2023).
 
     Args:
@@ -52,7 +97,7 @@ def by_heads(run: Attention, q: Tensor, k: Tensor, v: Tensor, group: Group, tag:
         q: this rank's part of the queries, (batch, heads, sequence, width).
         k: the same of the keys, whose heads may be fewer; each serves several of the queries' in their order.
         v: values, with as many heads as the keys.
-        group: the ranks along the context axis, which divide the heads.
+        group: the ranks that share heads, whose number divides these.
         tag: distinguishes operators that are under way at the same time.
     """
     q, k, v = _in_one_dtype(q, k, v)
@@ -76,11 +121,11 @@ def require_heads(heads: int, ranks: int) -> None:
         raise ValueError(
             f"ulysses gives each context-parallel rank the same number of heads, but {ranks} ranks do not divide "
             f"{heads} heads ({heads} / {ranks} = {heads / ranks:g}); numbers of ranks that work are {works}: set "
-            "mesh.context to one of them, or use the strategy ring, which takes any"
+            "mesh.context or context_parallel.ulysses_degree to one of them, or use the strategy ring, which takes any"
         )
 
 
-def _to_heads(parts: list[Tensor], group: Group, tag: int) -> list[Tensor]:
+def _to_heads(parts: list[Tensor], group: Ranks, tag: int) -> list[Tensor]:
     """Exchange all heads of this rank's part of the sequence for some heads of the whole, in one all-to-all."""
     ranks = group.size
     rows = [x.unflatten(1, (ranks, -1)).movedim(1, 0) for x in parts]
@@ -93,7 +138,7 @@ def _to_heads(parts: list[Tensor], group: Group, tag: int) -> list[Tensor]:
     return outputs
 
 
-def _to_sequence(x: Tensor, group: Group, tag: int) -> Tensor:
+def _to_sequence(x: Tensor, group: Ranks, tag: int) -> Tensor:
     """Exchange some heads of the whole sequence for all heads of this rank's part."""
     ranks = group.size
     chunks = x.unflatten(2, (2 * ranks, -1))
@@ -105,7 +150,7 @@ def _to_sequence(x: Tensor, group: Group, tag: int) -> Tensor:
     return part
 
 
-def _swap(rows: Tensor, group: Group, tag: int) -> Tensor:
+def _swap(rows: Tensor, group: Ranks, tag: int) -> Tensor:
     """Exchange the rows of a matrix: row r goes to rank r, and comes from there. It is its own transpose."""
     swapped: Tensor = _Swap.apply(rows, group, tag)  # type: ignore[no-untyped-call]
     return swapped
@@ -113,7 +158,7 @@ def _swap(rows: Tensor, group: Group, tag: int) -> Tensor:
 
 class _Swap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: Group, tag: int) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, group: Ranks, tag: int) -> Tensor:
         ctx.settings = (group, tag)
         rows = rows.contiguous()
         received = torch.empty_like(rows)
@@ -133,7 +178,7 @@ def ring(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    group: Group,
+    group: Ranks,
     tag: int,
     scale: float | None = None,
     pairs: CausalPairs | None = None,
@@ -142,13 +187,14 @@ def ring(
 ) -> Tensor:
     """Compute attention with keys and values going around the ranks (Liu et al., "Ring Attention", 2023).
 
-    Arguments and result are those of ``ulysses``; the tag after ``tag`` is used, too. ``pairs`` are those that see each
-    other (None: causal attention), ``sinks`` has a score for each head that takes its share of the weights, and ``cap``
-    is that of ``AttentionBlock``. It can be differentiated once. Of a query that sees no key, the result is zero.
+    Arguments and result are those of ``by_heads``; the tag after ``tag`` is used, too. ``scale`` is the scale of the
+    scores (None: the root of the width, inverted), ``pairs`` are those that see each other (None: causal attention),
+    ``sinks`` has a score for each head that takes its share of the weights, and ``cap`` is that of ``AttentionBlock``.
+    It can be differentiated once, causal attention on one rank more often. Of a query that sees no key, the result is
+    zero.
     """
-    q, k, v = _in_one_dtype(q, k, v)
     if group.size == 1 and (pairs, sinks, cap) == (None, None, None):
-        return ulysses(q, k, v, group, tag, scale)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=k.shape[1] != q.shape[1])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     pairs = CausalPairs(group.size) if pairs is None else pairs
     out: Tensor = _Ring.apply(q, k, v, sinks, group, tag, scale, pairs, cap)  # type: ignore[no-untyped-call]
@@ -163,7 +209,7 @@ class _Ring(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        group: Group,
+        group: Ranks,
         tag: int,
         scale: float,
         pairs: CausalPairs,
@@ -251,7 +297,7 @@ def _block(q: Tensor, present: Tensor, piece: PairBlock, source: int, settings: 
     return AttentionBlock(q[piece.samples, :, piece.rows], keys, values, piece.causal, scale, mask, cap)
 
 
-def _around(packed: Tensor, group: Group, tag: int, steps: Sequence[int]) -> Iterator[tuple[int, Tensor, int]]:
+def _around(packed: Tensor, group: Ranks, tag: int, steps: Sequence[int]) -> Iterator[tuple[int, Tensor, int]]:
     """Yield each rank at one of these distances behind this one, its buffer, and how far that travels next.
 
     This rank's own comes first. The next one travels while one is used.
