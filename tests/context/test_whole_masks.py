@@ -156,11 +156,6 @@ def test_masks_are_those_of_one_process(name: str, given: str) -> None:
     compare(name, 2, (given,), ("auto", "ring"))
 
 
-@pytest.mark.parametrize("given", ["packed"])
-def test_ranks_share_heads_and_pass_keys_at_once(given: str) -> None:
-    compare("mistral, six heads", 4, (given,), ("auto",))
-
-
 def model_of(kind: str, **options: Any) -> Any:
     import transformers
 
