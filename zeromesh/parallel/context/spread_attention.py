@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from zeromesh.parallel.context import attention_block as blocks
 from zeromesh.parallel.context.attention_block import AttentionBlock
 from zeromesh.parallel.context.pair_rules import CausalPairs, PairBlock
 from zeromesh.parallel.context.sequence_order import gathered_order
+from zeromesh.parallel.tensor.operators import move
 
 # Bytes that each rank sends, for r groups of u ranks that share heads, and sizes of its parts of q, k, v and the result
 # in their dtype:
@@ -151,27 +152,8 @@ def _to_sequence(x: Tensor, group: Ranks, tag: int) -> Tensor:
 
 
 def _swap(rows: Tensor, group: Ranks, tag: int) -> Tensor:
-    """Exchange the rows of a matrix: row r goes to rank r, and comes from there. It is its own transpose."""
-    swapped: Tensor = _Swap.apply(rows, group, tag)  # type: ignore[no-untyped-call]
-    return swapped
-
-
-class _Swap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: Ranks, tag: int) -> Tensor:
-        ctx.settings = (group, tag)
-        rows = rows.contiguous()
-        received = torch.empty_like(rows)
-        others = [(group.rank + distance) % group.size for distance in range(1, group.size)]
-        sends, receives = {peer: rows[peer] for peer in others}, {peer: received[peer] for peer in reversed(others)}
-        swapping = group.send_and_receive(sends, receives, tag, "all_to_all")
-        received[group.rank].copy_(rows[group.rank])
-        swapping.wait()
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _swap(gradient, *ctx.settings), None, None
+    """Exchange the rows of a matrix: row r goes to rank r, and comes from there."""
+    return move(rows, "swap", cast("Group", group), tag)  # which takes nothing of a group but its messages
 
 
 def ring(
