@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zeromesh.base.linear_arithmetic import autocast
 from zeromesh.comm.collectives import Group, Pending
 from zeromesh.parallel.context import attention_block as blocks
 from zeromesh.parallel.context.attention_block import AttentionBlock
 from zeromesh.parallel.context.pair_rules import CausalPairs, PairBlock
-from zeromesh.parallel.context.sequence_order import gathered_order
 from zeromesh.parallel.tensor.operators import move
 
 # Bytes that each rank sends, for r groups of u ranks that share heads, and sizes of its parts of q, k, v and the result
@@ -101,7 +101,7 @@ def by_heads(run: Attention, q: Tensor, k: Tensor, v: Tensor, group: Ranks, tag:
         group: the ranks that share heads, whose number divides these.
         tag: distinguishes operators that are under way at the same time.
     """
-    q, k, v = _in_one_dtype(q, k, v)
+    q, k, v = (autocast(x) for x in (q, k, v))
     ranks, heads = group.size, q.shape[1]
     if ranks > 1:
         require_heads(heads, ranks)
@@ -128,32 +128,29 @@ def require_heads(heads: int, ranks: int) -> None:
 
 def _to_heads(parts: list[Tensor], group: Ranks, tag: int) -> list[Tensor]:
     """Exchange all heads of this rank's part of the sequence for some heads of the whole, in one all-to-all."""
-    ranks = group.size
-    rows = [x.unflatten(1, (ranks, -1)).movedim(1, 0) for x in parts]
+    # By rank, batch, head, chunk, token and width: the first chunk of each rank comes before all second ones, whose
+    # order is that of the ranks from the last on.
+    rows = [x.unflatten(1, (group.size, -1)).unflatten(3, (2, -1)).movedim(1, 0) for x in parts]
     swapped = _swap(torch.cat([x.flatten(1) for x in rows], 1), group, tag)
     outputs = []
-    for x, y in zip(rows, swapped.split([math.prod(x.shape[1:]) for x in rows], 1), strict=True):
-        # (ranks, batch, heads, their two chunks, tokens, width) to the chunks in the order of the sequence
-        y = y.view(x.shape).unflatten(3, (2, -1)).permute(1, 2, 0, 3, 4, 5).flatten(2, 3)
-        outputs.append(y.index_select(2, torch.tensor(gathered_order(ranks), device=y.device).argsort()).flatten(2, 3))
+    for x, y in zip(rows, swapped.split([x[0].numel() for x in rows], 1), strict=True):
+        early, late = y.view(x.shape).unbind(3)
+        outputs.append(torch.cat([early, late.flip(0)]).movedim(0, 2).flatten(2, 3))
     return outputs
 
 
 def _to_sequence(x: Tensor, group: Ranks, tag: int) -> Tensor:
     """Exchange some heads of the whole sequence for all heads of this rank's part."""
-    ranks = group.size
-    chunks = x.unflatten(2, (2 * ranks, -1))
-    order = torch.tensor(gathered_order(ranks), device=x.device)
-    rows = chunks.index_select(2, order).unflatten(2, (ranks, 2)).movedim(2, 0)
-    swapped = _swap(rows.flatten(1), group, tag).view(rows.shape)
+    early, late = x.unflatten(2, (2, group.size, -1)).unbind(2)
+    swapped = _swap(torch.stack([early, late.flip(2)], 3).movedim(2, 0), group, tag)
     # (ranks, batch, heads, chunks, tokens, width) to (batch, all heads, sequence, width)
     part: Tensor = swapped.movedim(0, 1).flatten(1, 2).flatten(2, 3)
     return part
 
 
-def _swap(rows: Tensor, group: Ranks, tag: int) -> Tensor:
-    """Exchange the rows of a matrix: row r goes to rank r, and comes from there."""
-    return move(rows, "swap", cast("Group", group), tag)  # which takes nothing of a group but its messages
+def _swap(parts: Tensor, group: Ranks, tag: int) -> Tensor:
+    """Give rank r part r of the first dim, and take its in return."""
+    return move(parts, "swap", cast("Group", group), tag)  # which takes nothing of a group but its messages
 
 
 def ring(
@@ -298,12 +295,3 @@ def _around(packed: Tensor, group: Ranks, tag: int, steps: Sequence[int]) -> Ite
 def _unpack(buffer: Tensor, key_shape: torch.Size, value_shape: torch.Size) -> tuple[Tensor, Tensor]:
     keys, values = buffer.split([key_shape.numel(), value_shape.numel()])
     return keys.view(key_shape), values.view(value_shape)
-
-
-def _in_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast inputs as torch's attention does under autocast."""
-    device = q.device.type
-    if not torch.is_autocast_enabled(device) or q.dtype == torch.float64:
-        return q, k, v
-    dtype = torch.get_autocast_dtype(device)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
