@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -175,49 +176,69 @@ def ring(
     if group.size == 1 and (pairs, sinks, cap) == (None, None, None):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=k.shape[1] != q.shape[1])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    pairs = CausalPairs(group.size) if pairs is None else pairs
-    out: Tensor = _Ring.apply(q, k, v, sinks, group, tag, scale, pairs, cap)  # type: ignore[no-untyped-call]
+    travel = _Travel(group, tag, scale, CausalPairs(group.size) if pairs is None else pairs, cap, k.shape, v.shape)
+    out: Tensor = _Ring.apply(q, k, v, sinks, travel)  # type: ignore[no-untyped-call]
     return out
+
+
+@dataclass(frozen=True)
+class _Travel:
+    """Way of a rank's keys and values, in one buffer, around the ranks."""
+
+    group: Ranks
+    tag: int
+    scale: float
+    pairs: CausalPairs
+    cap: float | None
+    key_shape: torch.Size
+    value_shape: torch.Size
+
+    def around(self, packed: Tensor) -> Iterator[tuple[int, Tensor, int]]:
+        """Yield each rank whose keys some rank sees, its buffer, and how far that travels next.
+
+        This rank's own comes first. The next one travels while one is used.
+        """
+        rank, size, present, at = self.group.rank, self.group.size, packed, 0
+        for distance in self.pairs.steps:
+            hop, coming = distance - at, torch.empty_like(packed)
+            sends, receives = {(rank + hop) % size: present}, {(rank - hop) % size: coming}
+            arriving = self.group.send_and_receive(sends, receives, self.tag, "ring")
+            yield (rank - at) % size, present, hop
+            arriving.wait()
+            present, at = coming, distance
+        yield (rank - at) % size, present, size - at
+
+    def unpack(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = buffer.split([self.key_shape.numel(), self.value_shape.numel()])
+        return keys.view(self.key_shape), values.view(self.value_shape)
+
+    def pieces(self, source: int, q: Tensor) -> list[PairBlock]:
+        return self.pairs.pieces(self.group.rank, source, q.shape[2])
+
+    def block(self, q: Tensor, present: Tensor, piece: PairBlock, source: int) -> AttentionBlock:
+        keys, values = (x[piece.samples, :, piece.columns] for x in self.unpack(present))
+        mask = self.pairs.mask(piece, self.group.rank, source)
+        return AttentionBlock(q[piece.samples, :, piece.rows], keys, values, piece.causal, self.scale, mask, self.cap)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        group: Ranks,
-        tag: int,
-        scale: float,
-        pairs: CausalPairs,
-        cap: float | None,
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, travel: _Travel) -> Tensor:
         # Results of many blocks are added up: in 16 bits their errors would, too.
         wide = torch.promote_types(q.dtype, torch.float32)
         packed = torch.cat([k.reshape(-1), v.reshape(-1)])
-        ctx.settings = (k.shape, v.shape, group, tag, scale, pairs, cap)
-        out: Tensor | None = None
-        lse = q.new_empty(0)
-        for source, present, _ in _around(packed, group, tag, pairs.steps):
-            for piece in pairs.pieces(group.rank, source, q.shape[2]):
-                part, its = blocks.attend(_block(q, present, piece, source, ctx.settings))
-                if out is None and piece.rows == piece.samples == slice(None):  # what it would be added to is zero
-                    out, lse = part.to(wide), its
-                    continue
-                if out is None:
-                    out, lse = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=wide), its.new_tensor(-torch.inf)
-                    lse = lse.repeat(q.shape[:3])
+        ctx.travel = travel
+        out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=wide)
+        lse = out.new_full(q.shape[:3], -torch.inf)
+        for source, present, _ in travel.around(packed):
+            for piece in travel.pieces(source, q):
+                part, its = blocks.attend(travel.block(q, present, piece, source))
                 # The results of different keys are weighted by their log-sum-exp: a sigmoid of the difference, as
                 # exponentials of either would overflow. That of no keys at all is -inf.
                 mine, before = out[piece.samples, :, piece.rows], lse[piece.samples, :, piece.rows]
                 share = torch.where(its == -torch.inf, 0.0, torch.sigmoid(its - before))
                 mine.lerp_(part.to(wide), share.unsqueeze(-1))
                 before.copy_(torch.logaddexp(before, its))
-        if out is None:
-            out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=wide)
-            lse = out.new_full(q.shape[:3], -torch.inf)
         if sinks is not None:
             scores = sinks.to(lse).view(-1, 1)
             out, lse = out * torch.sigmoid(lse - scores).unsqueeze(-1), torch.logaddexp(lse, scores)
@@ -234,64 +255,36 @@ class _Ring(torch.autograd.Function):
                 "(create_graph=True): use the strategy ulysses, which can be differentiated more often"
             )
         q, packed, sinks, out, lse = ctx.saved_tensors
-        key_shape, value_shape, group, tag, _, pairs, _ = ctx.settings
+        travel, group = ctx.travel, ctx.travel.group
         wide = torch.promote_types(q.dtype, torch.float32)
         dq = torch.zeros_like(q, dtype=wide)
         own_gradients, travelling = (torch.zeros_like(packed, dtype=wide) for _ in range(2))
         # The gradients of keys and values travel with them, one step behind: what the ranks before this one found for
         # the present keys arrives while this one's share is computed.
         arriving, landing = None, travelling
-        for source, present, hop in _around(packed, group, tag, pairs.steps):
+        for source, present, hop in travel.around(packed):
             total = own_gradients if source == group.rank else landing
-            for piece in pairs.pieces(group.rank, source, q.shape[2]):
-                block = _block(q, present, piece, source, ctx.settings)
+            for piece in travel.pieces(source, q):
+                block = travel.block(q, present, piece, source)
                 mine = piece.samples, slice(None), piece.rows
                 of_queries, *rest = blocks.gradients(block, gradient[mine], out[mine], lse[mine])
                 dq[mine] += of_queries
                 if arriving is not None:
                     arriving.wait()
-                for x, more in zip(_unpack(total, key_shape, value_shape), rest, strict=True):
+                for x, more in zip(travel.unpack(total), rest, strict=True):
                     x[piece.samples, :, piece.columns] += more
             if arriving is not None:
                 arriving.wait()
             if source != group.rank:
                 landing = torch.empty_like(total)
                 ahead, behind = (group.rank + hop) % group.size, (group.rank - hop) % group.size
-                arriving = group.send_and_receive({ahead: total}, {behind: landing}, tag + 1, "ring gradients")
+                arriving = group.send_and_receive({ahead: total}, {behind: landing}, travel.tag + 1, "ring gradients")
         if arriving is not None:
             arriving.wait()
             own_gradients += landing  # what all others found for this rank's keys
-        dk, dv = _unpack(own_gradients.to(q.dtype), key_shape, value_shape)
+        dk, dv = travel.unpack(own_gradients.to(q.dtype))
         of_sinks = None
         if sinks is not None:
             weights = torch.exp(sinks.to(lse).view(-1, 1) - lse)
             of_sinks = -(weights * (gradient.to(wide) * out).sum(-1)).sum((0, 2)).view(sinks.shape).to(sinks.dtype)
-        return dq.to(q.dtype), dk, dv, of_sinks, None, None, None, None, None
-
-
-def _block(q: Tensor, present: Tensor, piece: PairBlock, source: int, settings: tuple[Any, ...]) -> AttentionBlock:
-    key_shape, value_shape, group, _, scale, pairs, cap = settings
-    keys, values = (x[piece.samples, :, piece.columns] for x in _unpack(present, key_shape, value_shape))
-    mask = pairs.mask(piece, group.rank, source)
-    return AttentionBlock(q[piece.samples, :, piece.rows], keys, values, piece.causal, scale, mask, cap)
-
-
-def _around(packed: Tensor, group: Ranks, tag: int, steps: Sequence[int]) -> Iterator[tuple[int, Tensor, int]]:
-    """Yield each rank at one of these distances behind this one, its buffer, and how far that travels next.
-
-    This rank's own comes first. The next one travels while one is used.
-    """
-    rank, size, present, at = group.rank, group.size, packed, 0
-    for distance in steps:
-        hop = distance - at
-        coming = torch.empty_like(packed)
-        travel = group.send_and_receive({(rank + hop) % size: present}, {(rank - hop) % size: coming}, tag, "ring")
-        yield (rank - at) % size, present, hop
-        travel.wait()
-        present, at = coming, distance
-    yield (rank - at) % size, present, size - at
-
-
-def _unpack(buffer: Tensor, key_shape: torch.Size, value_shape: torch.Size) -> tuple[Tensor, Tensor]:
-    keys, values = buffer.split([key_shape.numel(), value_shape.numel()])
-    return keys.view(key_shape), values.view(value_shape)
+        return dq.to(q.dtype), dk, dv, of_sinks, None
