@@ -17,7 +17,7 @@ from zeromesh import Mesh
 from zeromesh.comm.collectives import Group
 from zeromesh.parallel.context import attention_block as blocks
 from zeromesh.parallel.context.attention_block import CPU, EFFICIENT, FLASH, PRODUCTS, AttentionBlock
-from zeromesh.parallel.context.sequence_order import chunks_of, gathered_order, keep
+from zeromesh.parallel.context.sequence_order import joined, keep
 from zeromesh.parallel.context.spread_attention import STRATEGIES, attend, degree_of, ring
 from zeromesh.parallel.context.spread_batch import IGNORE_LABEL, mean_loss, split
 
@@ -343,11 +343,11 @@ def test_operators_of_cuda_compute_what_plain_products_do(sizes: Any, dtype: tor
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_each_rank_has_an_early_and_a_late_chunk(ranks: int) -> None:
-    assert sorted(gathered_order(ranks)) == list(range(2 * ranks))
-    assert all(sum(chunks_of(rank, ranks)) == 2 * ranks - 1 for rank in range(ranks))
-    x = torch.arange(4 * ranks)
-    parts = torch.cat([keep(x, rank, ranks, 0) for rank in range(ranks)]).view(2 * ranks, 2)
-    assert torch.equal(parts, x.view(2 * ranks, 2)[gathered_order(ranks)])
+    last, x = 4 * ranks - 1, torch.arange(4 * ranks)
+    parts = [keep(x, rank, ranks, 0) for rank in range(ranks)]
+    for begin, part in zip(range(0, 2 * ranks, 2), parts, strict=True):
+        assert part.tolist() == [begin, begin + 1, last - begin - 1, last - begin]
+    assert torch.equal(joined(parts, 0), x)
 
 
 @pytest.mark.parametrize(
