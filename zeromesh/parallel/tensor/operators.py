@@ -25,7 +25,7 @@ CONJUGATES = {
     # For an activation that all ranks use alike: each rank has the whole gradient already, and a sum would be too large
     # by the number of ranks.
     "join": ("gather", "keep"),
-    "swap": ("swap", "swap"),  # entry r of the first dim for that of rank r
+    "swap": ("swap", "swap"),  # its own transpose: part r for that of rank r
 }
 
 
@@ -104,14 +104,16 @@ def _scatter(x: Tensor, group: Group, tag: int, dim: int) -> Tensor:
 
 
 def _swap(x: Tensor, group: Group, tag: int, dim: int) -> Tensor:
-    x = x.contiguous()
+    _part(x, group, dim)
+    x = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
     received = torch.empty_like(x)
     others = [(group.rank + distance) % group.size for distance in range(1, group.size)]
     sends, receives = {peer: x[peer] for peer in others}, {peer: received[peer] for peer in reversed(others)}
     swapping = group.send_and_receive(sends, receives, tag, "all_to_all")
     received[group.rank].copy_(x[group.rank])
     swapping.wait()
-    return received
+    whole: Tensor = received.movedim(0, dim).flatten(dim, dim + 1)
+    return whole
 
 
 def _part(x: Tensor, group: Group, dim: int) -> tuple[int, int]:
