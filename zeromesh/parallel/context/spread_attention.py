@@ -232,13 +232,13 @@ class _Ring(torch.autograd.Function):
         lse = out.new_full(q.shape[:3], -torch.inf)
         for source, present, _ in travel.around(packed):
             for piece in travel.pieces(source, q):
-                part, its = blocks.attend(travel.block(q, present, piece, source))
+                part, part_lse = blocks.attend(travel.block(q, present, piece, source))
                 # The results of different keys are weighted by their log-sum-exp: a sigmoid of the difference, as
                 # exponentials of either would overflow. That of no keys at all is -inf.
-                mine, before = out[piece.samples, :, piece.rows], lse[piece.samples, :, piece.rows]
-                share = torch.where(its == -torch.inf, 0.0, torch.sigmoid(its - before))
-                mine.lerp_(part.to(wide), share.unsqueeze(-1))
-                before.copy_(torch.logaddexp(before, its))
+                sums, sums_lse = (x[piece.samples, :, piece.rows] for x in (out, lse))
+                share = torch.where(part_lse == -torch.inf, 0.0, torch.sigmoid(part_lse - sums_lse))
+                sums.lerp_(part.to(wide), share.unsqueeze(-1))
+                sums_lse.copy_(torch.logaddexp(sums_lse, part_lse))
         if sinks is not None:
             scores = sinks.to(lse).view(-1, 1)
             out, lse = out * torch.sigmoid(lse - scores).unsqueeze(-1), torch.logaddexp(lse, scores)
@@ -266,12 +266,12 @@ class _Ring(torch.autograd.Function):
             total = own_gradients if source == group.rank else landing
             for piece in travel.pieces(source, q):
                 block = travel.block(q, present, piece, source)
-                mine = piece.samples, slice(None), piece.rows
-                of_queries, *rest = blocks.gradients(block, gradient[mine], out[mine], lse[mine])
-                dq[mine] += of_queries
+                rows = piece.samples, slice(None), piece.rows
+                of_queries, *of_keys = blocks.gradients(block, gradient[rows], out[rows], lse[rows])
+                dq[rows] += of_queries
                 if arriving is not None:
                     arriving.wait()
-                for x, more in zip(travel.unpack(total), rest, strict=True):
+                for x, more in zip(travel.unpack(total), of_keys, strict=True):
                     x[piece.samples, :, piece.columns] += more
             if arriving is not None:
                 arriving.wait()
