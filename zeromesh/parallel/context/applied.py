@@ -17,7 +17,7 @@ from zeromesh.comm.collectives import Group
 from zeromesh.parallel.context import spread_batch as batch
 from zeromesh.parallel.context.pair_rules import CausalPairs
 from zeromesh.parallel.context.sequence_order import keep, reordered
-from zeromesh.parallel.context.spread_attention import AUTO, Attention, attend, by_heads, ring
+from zeromesh.parallel.context.spread_attention import Attention, attend, by_heads
 
 _log = logging.getLogger("zeromesh")
 
@@ -39,6 +39,8 @@ class SpreadSequences:
         sends: False within ``without_messages``.
         losses: number of calls of the model's loss function since the forward began.
         whole_outputs: shapes of what the last forward of ``consecutive`` tokens returned whole.
+        degree: number of ranks that share heads; those of other heads pass keys on.
+        causal_degree: the same of causal attention without more.
         others: settings together with which ``consecutive`` is refused.
         forwards: number of forwards that have ended without ``consecutive``.
         consecutive: True if a rank has consecutive tokens, and not those of ``sequence_order.py``.
@@ -46,9 +48,10 @@ class SpreadSequences:
             None: as they are.
     """
 
-    def __init__(self, strategy: str, group: Group, tag: int) -> None:
+    def __init__(self, strategy: str, group: Group, tag: int, degree: int = 1, causal_degree: int = 1) -> None:
         self.strategy, self.group, self.tag = strategy, group, tag
         self.active, self.sends, self.consecutive = True, True, False
+        self.degree, self.causal_degree = degree, causal_degree
         self.whole_outputs: set[torch.Size] = set()
         self.others: Sequence[str] = ()
         self.order: Tensor | None = None
@@ -57,10 +60,6 @@ class SpreadSequences:
         self._uncompiled = torch.compiler.disable(self._attend)
         purposes = f"{strategy} attention", "gradients of keys and values", "the mean loss"
         group.purposes.update(zip(range(tag, tag + 3), purposes, strict=True))
-
-    def passes_keys(self, heads: int | None) -> bool:
-        """Return whether ranks pass keys on for other masks than causal, too; ``heads`` are those of the model."""
-        return self.strategy == "ring" or (self.strategy == AUTO and heads is not None and heads % self.group.size != 0)
 
     def part(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's part of a tensor of whole sequences, such as labels: (samples, sequence, ...)."""
@@ -120,9 +119,8 @@ class SpreadSequences:
             return by_heads(run, q, k, v, self.group, self.tag)
         if "mask" in options:
             options["pairs"] = pairs_of(options.pop("mask"))
-        if options:
-            return ring(q, k, v, self.group, self.tag, scale, **options)
-        return attend(self.strategy, q, k, v, self.group, self.tag, scale)
+        degree = self.degree if options else self.causal_degree
+        return attend(degree, q, k, v, self.group, self.tag, scale=scale, **options)
 
     def mean_loss(self, loss: Tensor, labels: Tensor) -> Tensor:
         """See ``spread_batch.mean_loss``."""

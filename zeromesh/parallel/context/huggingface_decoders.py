@@ -25,7 +25,7 @@ from zeromesh.parallel.context.applied import (
 )
 from zeromesh.parallel.context.document_order import order_of
 from zeromesh.parallel.context.pair_rules import CausalPairs, RulePairs
-from zeromesh.parallel.context.spread_attention import AUTO, require_heads, ring
+from zeromesh.parallel.context.spread_attention import AUTO, ring
 from zeromesh.parallel.context.torch_attention import check_of, followed, require_no_mixing
 from zeromesh.parallel.context.whole_masks import Whole, attention_of, of_heads
 from zeromesh.parallel.follow.activation_parts import replace_forward
@@ -53,9 +53,6 @@ def install(model: Any, applied: SpreadSequences, unchecked: Sequence[str] = ())
 
     require(model)
     implementation = model.config._attn_implementation
-    heads = getattr(model.config, "num_attention_heads", None)
-    if applied.strategy == "ulysses" and heads is not None:
-        require_heads(heads, applied.group.size)
     # Models call attention, and make masks, through tables by the name in their configuration: each gets a name of its
     # own.
     name = f"zeromesh_context_{next(_numbers)}"
@@ -64,7 +61,6 @@ def install(model: Any, applied: SpreadSequences, unchecked: Sequence[str] = ())
         applied,
         ALL_ATTENTION_FUNCTIONS.get(implementation),
         ALL_MASK_ATTENTION_FUNCTIONS[implementation],
-        applied.passes_keys(heads),
     )
     AttentionInterface.register(name, parts.attention)
     AttentionMaskInterface.register(name, parts.mask)
@@ -173,9 +169,9 @@ _COUNTING = {
 class _Parts:
     """Replacements of a model's forward, attention and mask functions."""
 
-    def __init__(self, model: nn.Module, applied: SpreadSequences, attention: Any, mask: Any, ring: bool) -> None:
+    def __init__(self, model: nn.Module, applied: SpreadSequences, attention: Any, mask: Any) -> None:
         self._kind, self._applied, self._own, self._own_mask = type(model), applied, attention, mask
-        self._ring = ring  # ranks pass keys on, whatever the mask
+        self._parts = applied.group.size // applied.degree  # of a sequence, whose keys ranks pass on
         self._proven = weakref.WeakSet[nn.Module]()  # those whose eager attention is what the ring computes
         self._whole = Whole((0, 0))
         self._model = weakref.ref(model)  # the tables that hold this must not keep the model
@@ -189,8 +185,8 @@ class _Parts:
         counted, shifts = _counted_positions(self._model(), named), _shifts(self._model())
         self._whole = _whole(self._model(), named, counted)
         # Code that is checked may read tokens of one of a rank's two chunks together.
-        documents = self._whole.documents if self._ring and self.check is None else None
-        applied.begin(None if documents is None else order_of(documents, applied.group.size))
+        documents = self._whole.documents if self._parts > 1 and self.check is None else None
+        applied.begin(None if documents is None else order_of(documents, self._parts))
         part = batch.split(named, applied.group, shift=shifts, counted=counted, masked=True, order=applied.order)
         if self.check is None:
             output = forward(**part)
@@ -220,7 +216,7 @@ class _Parts:
         # Where no mask is made, what is left of a window sees the whole sequence.
         plain = mask is None and causal and applied.strategy == AUTO and not special and self._own is not None
         options: dict[str, Any] = {}
-        if applied.sends and self._ring:
+        if applied.sends and self._parts > 1:
             options = self._for_ring(module, query, key, value, mask, causal, settings)
         elif applied.sends and not plain:
             options["run"] = of_heads(module, self._own, applied.group.rank, query.shape[1], mask, settings)
@@ -238,7 +234,7 @@ class _Parts:
             reason = f"its attention has dropout {settings['dropout']:g}, which ranks would have to draw alike"
         elif settings.get("position_bias") is not None:
             reason = "its attention adds a bias to scores"
-        elif self._ring and self._own is not None and settings.get("softcap") is not None:
+        elif self._parts > 1 and self._own is not None and settings.get("softcap") is not None:
             reason = f"sdpa does not cap its attention's scores at {settings['softcap']}: build it with eager attention"
         elif query.shape[2] != key.shape[2]:
             reason = f"it has {query.shape[2]} queries and {key.shape[2]} keys, which should be of one sequence"
@@ -251,7 +247,7 @@ class _Parts:
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, settings: Any
     ) -> dict[str, Any]:
         """Return the options of attention with keys that go around the ranks."""
-        eager, ranks = self._own is None, self._applied.group.size
+        eager = self._own is None
         # torch's attention takes neither caps nor sinks.
         special = {"cap": settings.get("softcap"), "sinks": settings.get("s_aux")} if eager else {}
         options = {name: option for name, option in {"mask": mask, **special}.items() if option is not None}
@@ -259,7 +255,7 @@ class _Parts:
             reason = f"it has {options['sinks'].numel()} sinks for {q.shape[1]} heads of this rank"
             raise refuse(self._name(module), reason, "set mesh.tensor or mesh.context to 1")
         if mask is None and (eager or not causal):  # it sees all tokens
-            options["pairs"] = RulePairs([], ranks, q.shape[2] * ranks)
+            options["pairs"] = RulePairs([], self._parts, q.shape[2] * self._applied.group.size)
         if eager and module not in self._proven:
             self._prove(module, q, k, v, settings=settings, options=options)
             self._proven.add(module)
@@ -290,11 +286,11 @@ class _Parts:
         if not self._applied.replaces:
             return self._own_mask(*args, **kwargs)
         name, applied, (rows, length) = self._kind.__name__, self._applied, self._whole.shape
-        ranks, shape = applied.group.size, (rows, 1, length, length)
+        shape = (rows, 1, length, length)
         if not applied.sends:  # numbers of tokens are not there to be read
             plain = self._whole.causal(name, kwargs)
-            return None if plain else stand_in(CausalPairs(ranks), shape, kwargs["device"])
-        if not self._ring:
+            return None if plain else stand_in(CausalPairs(self._parts), shape, kwargs["device"])
+        if self._parts == 1:
             return self._whole.make(self._own is None, name, kwargs)
         rules = self._whole.rules(name, kwargs)
         causal = [rule.name for rule in rules] == ["causal"]
@@ -305,7 +301,7 @@ class _Parts:
         if self._own is None and self._whole.blind(rules) and not any(hasattr(module, "sinks") for module in modules):
             reason = "in its eager attention tokens that see none, as padding before others, see all tokens alike"
             raise refuse(name, reason, "pad at the end, or take sdpa, or the strategy ulysses")
-        pairs = CausalPairs(ranks) if causal else RulePairs(rules, ranks, length, applied.order)
+        pairs = CausalPairs(self._parts) if causal else RulePairs(rules, self._parts, length, applied.order)
         return stand_in(pairs, shape, kwargs["device"])
 
 
