@@ -56,12 +56,8 @@ def install(model: Any, applied: SpreadSequences, unchecked: Sequence[str] = ())
     # Models call attention, and make masks, through tables by the name in their configuration: each gets a name of its
     # own.
     name = f"zeromesh_context_{next(_numbers)}"
-    parts = _Parts(
-        model,
-        applied,
-        ALL_ATTENTION_FUNCTIONS.get(implementation),
-        ALL_MASK_ATTENTION_FUNCTIONS[implementation],
-    )
+    own = ALL_ATTENTION_FUNCTIONS.get(implementation), ALL_MASK_ATTENTION_FUNCTIONS[implementation]
+    parts = _Parts(model, applied, *own)
     AttentionInterface.register(name, parts.attention)
     AttentionMaskInterface.register(name, parts.mask)
     # The tables live as long as the process, and would keep a function for every model that ever was.
@@ -74,7 +70,7 @@ def install(model: Any, applied: SpreadSequences, unchecked: Sequence[str] = ())
     if any(type(module).__module__.partition(".")[0] not in KNOWN for module in model.modules()):
         parts.check = check_of(model, applied, unchecked, trusted="transformers")
         parts.check.install(model)
-    replace_forward(model, partial(parts.run, model.forward))
+    replace_forward(model, partial(parts.run, model, model.forward))
 
 
 def require(model: Any) -> None:
@@ -146,11 +142,11 @@ _OVER_TOKENS = {
 }
 
 
-def _counted_positions(model: nn.Module | None, named: Mapping[str, Any]) -> Tensor | None:
+def _counted_positions(model: nn.Module, named: Mapping[str, Any]) -> Tensor | None:
     """Return the positions of whole sequences, as a model like RoBERTa counts them; None for others."""
     # From ``padding_idx + 1`` on, and without the padding: the tokens before a rank's part must be seen.
     name = "input_ids" if named.get("input_ids") is not None else "inputs_embeds"
-    for module in () if model is None else model.modules():
+    for module in model.modules():
         count = getattr(module, _COUNTING[name], None)
         if count is not None:
             settings = {name: named[name], "padding_idx": module.padding_idx, "past_key_values_length": 0}
@@ -175,15 +171,16 @@ class _Parts:
         self._proven = weakref.WeakSet[nn.Module]()  # those whose eager attention is what the ring computes
         self._whole = Whole((0, 0))
         self._model = weakref.ref(model)  # the tables that hold this must not keep the model
+        self._has_sinks = any(hasattr(module, "sinks") for module in model.modules())
         self.check: TokenCheck | None = None
 
-    def run(self, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def run(self, model: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         applied = self._applied
         if not applied.replaces:
             return forward(*args, **kwargs)
         named, name = arguments_of_sequences(self._kind, args, kwargs), self._kind.__name__
-        counted, shifts = _counted_positions(self._model(), named), _shifts(self._model())
-        self._whole = _whole(self._model(), named, counted)
+        counted, shifts = _counted_positions(model, named), _shifts(model)
+        self._whole = _whole(model, named, counted)
         # Code that is checked may read tokens of one of a rank's two chunks together.
         documents = self._whole.documents if self._parts > 1 and self.check is None else None
         applied.begin(None if documents is None else order_of(documents, self._parts))
@@ -296,9 +293,7 @@ class _Parts:
         causal = [rule.name for rule in rules] == ["causal"]
         if causal and self._own is not None:
             return None
-        model = self._model()
-        modules = [] if model is None else [*model.modules()]
-        if self._own is None and self._whole.blind(rules) and not any(hasattr(module, "sinks") for module in modules):
+        if self._own is None and self._whole.blind(rules) and not self._has_sinks:
             reason = "in its eager attention tokens that see none, as padding before others, see all tokens alike"
             raise refuse(name, reason, "pad at the end, or take sdpa, or the strategy ulysses")
         pairs = CausalPairs(self._parts) if causal else RulePairs(rules, self._parts, length, applied.order)
