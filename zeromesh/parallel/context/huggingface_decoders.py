@@ -56,8 +56,8 @@ def install(model: Any, applied: SpreadSequences, unchecked: Sequence[str] = ())
     # Models call attention, and make masks, through tables by the name in their configuration: each gets a name of its
     # own.
     name = f"zeromesh_context_{next(_numbers)}"
-    own = ALL_ATTENTION_FUNCTIONS.get(implementation), ALL_MASK_ATTENTION_FUNCTIONS[implementation]
-    parts = _Parts(model, applied, *own)
+    functions = ALL_ATTENTION_FUNCTIONS.get(implementation), ALL_MASK_ATTENTION_FUNCTIONS[implementation]
+    parts = _Parts(model, applied, *functions)
     AttentionInterface.register(name, parts.attention)
     AttentionMaskInterface.register(name, parts.mask)
     # The tables live as long as the process, and would keep a function for every model that ever was.
