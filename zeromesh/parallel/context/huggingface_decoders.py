@@ -62,6 +62,7 @@ def install(model: Any, applied: SpreadSequences, unchecked: Sequence[str] = ())
         applied,
         ALL_ATTENTION_FUNCTIONS.get(implementation),
         ALL_MASK_ATTENTION_FUNCTIONS[implementation],
+        applied.takes_rules(implementation),
     )
     AttentionInterface.register(name, parts.attention)
     AttentionMaskInterface.register(name, parts.mask)
@@ -170,9 +171,9 @@ _COUNTING = {
 class _Parts:
     """Replacements of a model's forward, attention and mask functions."""
 
-    def __init__(self, model: nn.Module, applied: SpreadSequences, attention: Any, mask: Any) -> None:
+    def __init__(self, model: nn.Module, applied: SpreadSequences, attention: Any, mask: Any, ring: bool) -> None:
         self._kind, self._applied, self._own, self._own_mask = type(model), applied, attention, mask
-        self._parts = applied.group.size // applied.degree  # of a sequence, whose keys ranks pass on
+        self._ring = ring  # masks are rules, and not made for whole sequences
         self._proven: weakref.WeakSet[nn.Module] = (
             weakref.WeakSet()
         )  # those whose eager attention is what the ring computes
@@ -193,8 +194,8 @@ class _Parts:
         counted, shifts = _counted_positions(self._model(), named), _shifts(self._model())
         self._whole = _whole(self._model(), named, counted)
         # Code that is checked may read tokens of one of a rank's two chunks together.
-        documents = self._whole.documents if self._parts > 1 and self.check is None else None
-        applied.begin(None if documents is None else order_of(documents, self._parts))
+        documents = self._whole.documents if self._ring and self.check is None else None
+        applied.begin(None if documents is None else order_of(documents, applied.parts))
         part = batch.split(named, applied.group, shift=shifts, counted=counted, masked=True, order=applied.order)
         if "use_cache" in parameters_of(self._kind):
             # A cache would have this rank's tokens only.
@@ -255,13 +256,14 @@ class _Parts:
     ) -> Tensor:
         """Compute attention by any mask; (batch, sequence, heads, width)."""
         # Not of the last forward: this may be a recomputation of one before it.
-        rows, length = query.shape[0], query.shape[2] * self._applied.group.size
+        applied, special = self._applied, [extras.get(name) for name in ("softcap", "s_aux")]
+        rows, length = query.shape[0], query.shape[2] * applied.group.size
         reason = ""
         if extras["dropout"] > 0:
             reason = f"its attention has dropout {extras['dropout']:g}, which ranks would have to draw alike"
         elif extras.get("position_bias") is not None:
             reason = "its attention adds a bias to scores"
-        elif self._parts > 1 and self._own is not None and extras.get("softcap") is not None:
+        elif applied.strategy == "ring" and self._own is not None and extras.get("softcap") is not None:
             reason = f"sdpa does not cap its attention's scores at {extras['softcap']}: build it with eager attention"
         elif query.shape[2] != key.shape[2]:
             reason = f"it has {query.shape[2]} queries and {key.shape[2]} keys, which should be of one sequence"
@@ -269,8 +271,7 @@ class _Parts:
             reason = f"it has a mask of its own, of shape {tuple(mask.shape)}"
         if reason:
             raise refuse(self._name(module), reason)
-        applied, special = self._applied, [extras.get(name) for name in ("softcap", "s_aux")]
-        if self._parts > 1:
+        if self._ring:
             return self._passed(module, query, key, value, mask, causal, extras).transpose(1, 2).contiguous()
         # Where no mask is made, what is left of a window sees the whole sequence.
         if mask is None and causal and applied.strategy == AUTO and special == [None, None] and self._own is not None:
@@ -299,7 +300,7 @@ class _Parts:
             reason = f"it has {options['sinks'].numel()} sinks for {query.shape[1]} heads of this rank"
             raise refuse(self._name(module), reason, "set mesh.tensor or mesh.context to 1")
         if mask is None and (eager or not causal):  # it sees all tokens
-            options["pairs"] = RulePairs([], self._parts, query.shape[2] * self._applied.group.size)
+            options["pairs"] = RulePairs([], self._applied.parts, query.shape[2] * self._applied.group.size)
         if eager and module not in self._proven:
             self._prove(module, query, key, value, options, extras)
             self._proven.add(module)
@@ -333,11 +334,11 @@ class _Parts:
         if not self._applied.replaces:
             return self._own_mask(*args, **kwargs)
         name, applied, (rows, length) = self._kind.__name__, self._applied, self._whole.shape
-        shape = (rows, 1, length, length)
+        ranks, shape = applied.parts, (rows, 1, length, length)
         if not applied.sends:  # numbers of tokens are not there to be read
             plain = self._whole.causal(name, kwargs)
-            return None if plain else stand_in(CausalPairs(self._parts), shape, kwargs["device"])
-        if self._parts == 1:
+            return None if plain else stand_in(CausalPairs(ranks), shape, kwargs["device"])
+        if not self._ring:
             return self._whole.make(self._own is None, name, kwargs)
         rules = self._whole.rules(name, kwargs)
         causal = [rule.name for rule in rules] == ["causal"]
@@ -348,7 +349,7 @@ class _Parts:
         if self._own is None and self._whole.blind(rules) and not any(hasattr(module, "sinks") for module in modules):
             reason = "in its eager attention tokens that see none, as padding before others, see all tokens alike"
             raise refuse(name, reason, "pad at the end, or take sdpa, or the strategy ulysses")
-        pairs = CausalPairs(self._parts) if causal else RulePairs(rules, self._parts, length, applied.order)
+        pairs = CausalPairs(ranks) if causal else RulePairs(rules, ranks, length, applied.order)
         return stand_in(pairs, shape, kwargs["device"])
 
 
