@@ -276,7 +276,6 @@ LOOKS = {
     "parallel/follow/activation_parts.py": "runs the user's forward",
     "parallel/activation/checkpoint.py": "runs the user's forward",
     "parallel/activation/tiles.py": "runs the user's forward",
-    "parallel/context/applied.py": "runs the user's forward",
     "parallel/pipeline/runtime/stage.py": "runs the user's forward",
     "parallel/context/huggingface_decoders.py": "runs the user's forward",
     "parallel/context/followed_sequences.py": "runs the user's forward",

@@ -86,7 +86,7 @@ def split_columns(member: Member, splitting: Splitting) -> None:
     index = len(entrance.layers)
     entrance.layers.append(partial(columns_of, module))
     split = splitting.split_of(member)
-    axis = TensorAxis(place.group, place.streams, tag + 2)
+    axis = TensorAxis(place.group, tag + 2, place.streams)
     leaves = None if style.plain or split is None else LeavingParts(member, split, axis)
     splitting.run(member, eager(_by_columns, module, name=member.name, entrance=entrance, index=index, leaves=leaves))
 
@@ -97,7 +97,7 @@ def split_rows(member: Member, splitting: Splitting) -> None:
         return
     module, place, tag = member.module, splitting.place, splitting.tag
     split = None if member.style.plain else splitting.split_of(member)
-    takes = None if split is None else TakingParts(member, split, TensorAxis(place.group, place.streams, tag + 1))
+    takes = None if split is None else TakingParts(member, split, TensorAxis(place.group, tag + 1, place.streams))
     guard = SplitGuard(member, splitting.resolved, splitting.modules[""]) if member.style.plain else None
     forward = eager(
         _by_rows,
