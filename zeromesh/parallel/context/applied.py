@@ -17,7 +17,7 @@ from zeromesh.comm.collectives import Group
 from zeromesh.parallel.context import spread_batch as batch
 from zeromesh.parallel.context.pair_rules import CausalPairs
 from zeromesh.parallel.context.sequence_order import keep, reordered
-from zeromesh.parallel.context.spread_attention import Attention, attend, by_heads
+from zeromesh.parallel.context.spread_attention import AUTO, Attention, attend, by_heads
 
 _log = logging.getLogger("zeromesh")
 
@@ -60,6 +60,16 @@ class SpreadSequences:
         self._uncompiled = torch.compiler.disable(self._attend)
         purposes = f"{strategy} attention", "gradients of keys and values", "the mean loss"
         group.purposes.update(zip(range(tag, tag + 3), purposes, strict=True))
+
+    @property
+    def parts(self) -> int:
+        """Number of parts of a sequence whose keys go around."""
+        return self.group.size // self.degree
+
+    def takes_rules(self, implementation: str) -> bool:
+        """Return whether masks of an attention of transformers are kept as rules, by which pairs are left out."""
+        # What each rank computes by the model's own function has the bits of one process.
+        return self.parts > 1 or self.strategy == "ring" or (self.strategy == AUTO and implementation == "sdpa")
 
     def part(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's part of a tensor of whole sequences, such as labels: (samples, sequence, ...)."""

@@ -25,7 +25,7 @@ from zeromesh.parallel.context.applied import (
 )
 from zeromesh.parallel.context.document_order import order_of
 from zeromesh.parallel.context.pair_rules import CausalPairs, RulePairs
-from zeromesh.parallel.context.spread_attention import AUTO, ring
+from zeromesh.parallel.context.spread_attention import ring
 from zeromesh.parallel.context.torch_attention import check_of, followed, require_no_mixing
 from zeromesh.parallel.context.whole_masks import Whole, attention_of, of_heads
 from zeromesh.parallel.follow.activation_parts import replace_forward
@@ -57,7 +57,7 @@ def install(model: Any, applied: SpreadSequences, unchecked: Sequence[str] = ())
     # own.
     name = f"zeromesh_context_{next(_numbers)}"
     functions = ALL_ATTENTION_FUNCTIONS.get(implementation), ALL_MASK_ATTENTION_FUNCTIONS[implementation]
-    replacements = _Replacements(model, applied, *functions)
+    replacements = _Replacements(model, applied, *functions, applied.takes_rules(implementation))
     AttentionInterface.register(name, replacements.attention)
     AttentionMaskInterface.register(name, replacements.mask)
     # The tables live as long as the process, and would keep a function for every model that ever was.
@@ -165,9 +165,9 @@ _COUNTING = {
 class _Replacements:
     """Replacements of a model's forward, attention and mask functions."""
 
-    def __init__(self, model: nn.Module, applied: SpreadSequences, attention: Any, mask: Any) -> None:
+    def __init__(self, model: nn.Module, applied: SpreadSequences, attention: Any, mask: Any, ring: bool) -> None:
         self._kind, self._applied, self._own, self._own_mask = type(model), applied, attention, mask
-        self._parts = applied.group.size // applied.degree  # of a sequence, whose keys ranks pass on
+        self._ring = ring  # masks are rules, and not made for whole sequences
         self._proven = weakref.WeakSet[nn.Module]()  # those whose eager attention is what the ring computes
         self._whole = Whole((0, 0))
         self._model = weakref.ref(model)  # the tables that hold this must not keep the model
@@ -182,8 +182,8 @@ class _Replacements:
         counted, shifts = _counted_positions(model, named), _shifts(model)
         self._whole = _whole(model, named, counted)
         # Code that is checked may read tokens of one of a rank's two chunks together.
-        documents = self._whole.documents if self._parts > 1 and self.check is None else None
-        applied.begin(None if documents is None else order_of(documents, self._parts))
+        documents = self._whole.documents if self._ring and self.check is None else None
+        applied.begin(None if documents is None else order_of(documents, applied.parts))
         part = batch.split(named, applied.group, shift=shifts, counted=counted, masked=True, order=applied.order)
         if self.check is None:
             output = forward(**part)
@@ -209,13 +209,10 @@ class _Replacements:
         self._require_spread(module, query, key, mask, settings)
         causal = settings.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
-        special = any(settings.get(name) is not None for name in ("softcap", "s_aux"))
-        # Where no mask is made, what is left of a window sees the whole sequence.
-        plain = mask is None and causal and applied.strategy == AUTO and not special and self._own is not None
         options: dict[str, Any] = {}
-        if applied.sends and self._parts > 1:
+        if applied.sends and self._ring:
             options = self._for_ring(module, query, key, value, mask, causal, settings)
-        elif applied.sends and not plain:
+        elif applied.sends:
             options["run"] = of_heads(module, self._own, applied.group.rank, query.shape[1], mask, settings)
         out = applied.attend(query, key, value, settings.get("scaling"), **options)
         return out.transpose(1, 2).contiguous(), None
@@ -231,7 +228,7 @@ class _Replacements:
             reason = f"its attention has dropout {settings['dropout']:g}, which ranks would have to draw alike"
         elif settings.get("position_bias") is not None:
             reason = "its attention adds a bias to scores"
-        elif self._parts > 1 and self._own is not None and settings.get("softcap") is not None:
+        elif self._applied.strategy == "ring" and self._own is not None and settings.get("softcap") is not None:
             reason = f"sdpa does not cap its attention's scores at {settings['softcap']}: build it with eager attention"
         elif query.shape[2] != key.shape[2]:
             reason = f"it has {query.shape[2]} queries and {key.shape[2]} keys, which should be of one sequence"
@@ -252,7 +249,7 @@ class _Replacements:
             reason = f"it has {options['sinks'].numel()} sinks for {q.shape[1]} heads of this rank"
             raise refuse(self._name(module), reason, "set mesh.tensor or mesh.context to 1")
         if mask is None and (eager or not causal):  # it sees all tokens
-            options["pairs"] = RulePairs([], self._parts, q.shape[2] * self._applied.group.size)
+            options["pairs"] = RulePairs([], self._applied.parts, q.shape[2] * self._applied.group.size)
         if eager and module not in self._proven:
             self._prove(module, q, k, v, settings=settings, options=options)
             self._proven.add(module)
@@ -286,8 +283,8 @@ class _Replacements:
         shape = (rows, 1, length, length)
         if not applied.sends:  # numbers of tokens are not there to be read
             plain = self._whole.causal(name, kwargs)
-            return None if plain else stand_in(CausalPairs(self._parts), shape, kwargs["device"])
-        if self._parts == 1:
+            return None if plain else stand_in(CausalPairs(applied.parts), shape, kwargs["device"])
+        if not self._ring:
             return self._whole.make(self._own is None, name, kwargs)
         rules = self._whole.rules(name, kwargs)
         causal = [rule.name for rule in rules] == ["causal"]
@@ -296,7 +293,7 @@ class _Replacements:
         if self._own is None and self._whole.blind(rules) and not self._has_sinks:
             reason = "in its eager attention tokens that see none, as padding before others, see all tokens alike"
             raise refuse(name, reason, "pad at the end, or take sdpa, or the strategy ulysses")
-        pairs = CausalPairs(self._parts) if causal else RulePairs(rules, self._parts, length, applied.order)
+        pairs = CausalPairs(applied.parts) if causal else RulePairs(rules, applied.parts, length, applied.order)
         return stand_in(pairs, shape, kwargs["device"])
 
 

@@ -112,8 +112,8 @@ def _swap(x: Tensor, group: Group, tag: int, dim: int) -> Tensor:
     swapping = group.send_and_receive(sends, receives, tag, "all_to_all")
     received[group.rank].copy_(x[group.rank])
     swapping.wait()
-    whole: Tensor = received.movedim(0, dim).flatten(dim, dim + 1)
-    return whole
+    swapped: Tensor = received.movedim(0, dim).flatten(dim, dim + 1)
+    return swapped
 
 
 def _part(x: Tensor, group: Group, dim: int) -> tuple[int, int]:
