@@ -1,6 +1,7 @@
 """Attention of sequences spread over ranks, and cutting a batch over them."""
 
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,8 @@ from zeromesh import Mesh
 from zeromesh.comm.collectives import Group
 from zeromesh.parallel.context import attention_block as blocks
 from zeromesh.parallel.context.attention_block import CPU, EFFICIENT, FLASH, PRODUCTS, AttentionBlock
-from zeromesh.parallel.context.sequence_order import chunks_of, gathered_order, keep
-from zeromesh.parallel.context.spread_attention import STRATEGIES, attend, ring, ulysses
+from zeromesh.parallel.context.sequence_order import joined, keep
+from zeromesh.parallel.context.spread_attention import STRATEGIES, attend, degree_of, ring
 from zeromesh.parallel.context.spread_batch import IGNORE_LABEL, mean_loss, split
 
 TAG = 8
@@ -70,10 +71,19 @@ def expected(dtype: torch.dtype, shape: Shape, **more: int) -> list[torch.Tensor
     return results(F.scaled_dot_product_attention(*xs, is_causal=True, enable_gqa=True), xs, upstream)
 
 
+def ways(ranks: int) -> tuple[str, ...]:
+    return (*STRATEGIES, "both") if ranks == 4 else STRATEGIES
+
+
+def degree(way: str, ranks: int) -> int:
+    """Return the number of ranks that share heads."""
+    return 2 if way == "both" else degree_of(way, ranks, None)
+
+
 def spread(strategy: str, group: Group, dtype: torch.dtype, shape: Shape, **more: int) -> list[torch.Tensor]:
     *xs, upstream = (keep(x, group.rank, group.size, 2) for x in operands(dtype, **shape, **more))
     xs = [x.requires_grad_() for x in xs]
-    return results(attend(strategy, *xs, group, TAG), xs, upstream)
+    return results(attend(degree(strategy, group.size), *xs, group, TAG), xs, upstream)
 
 
 def compare(found: list[list[torch.Tensor]], want: list[torch.Tensor], tolerance: float) -> None:
@@ -86,13 +96,15 @@ def compare(found: list[list[torch.Tensor]], want: list[torch.Tensor], tolerance
 
 def spread_all(cases: list[tuple[Shape, torch.dtype]]) -> dict[str, list[list[torch.Tensor]]]:
     group = context()
-    return {strategy: [spread(strategy, group, dtype, shape) for shape, dtype in cases] for strategy in STRATEGIES}
+    return {
+        strategy: [spread(strategy, group, dtype, shape) for shape, dtype in cases] for strategy in ways(group.size)
+    }
 
 
 def compare_all(cases: list[tuple[Shape, torch.dtype]], by_rank: list[dict[str, list[list[torch.Tensor]]]]) -> None:
     for number, (shape, dtype) in enumerate(cases):
         want = expected(dtype, shape)
-        for strategy in STRATEGIES:
+        for strategy in ways(len(by_rank)):
             compare([found[strategy][number] for found in by_rank], want, TOLERANCE[dtype])
 
 
@@ -123,7 +135,8 @@ def random_shapes(count: int, ranks: int) -> list[tuple[Shape, Shape]]:
 def spread_random(count: int) -> list[dict[str, list[torch.Tensor]]]:
     group = context()
     shapes = random_shapes(count, group.size)
-    return [{name: spread(name, group, torch.float64, shape, **more) for name in STRATEGIES} for shape, more in shapes]
+    names = ways(group.size)
+    return [{name: spread(name, group, torch.float64, shape, **more) for name in names} for shape, more in shapes]
 
 
 @pytest.mark.some(1)
@@ -134,7 +147,7 @@ def test_random_shapes(ranks: int, count: int) -> None:
     by_rank = run_ranks(spread_random, ranks, count)
     for number, (shape, more) in enumerate(random_shapes(count, ranks)):
         want = expected(torch.float64, shape, **more)
-        for strategy in STRATEGIES:
+        for strategy in ways(ranks):
             compare([found[number][strategy] for found in by_rank], want, 1e-12)
 
 
@@ -166,7 +179,7 @@ def watch(strategy: str) -> dict[str, Any]:
         patch.object(blocks, "gradients", counted("gradients")),
         patch.object(Group, "send_and_receive", posted),
     ):
-        out = attend(strategy, *xs, group, TAG)
+        out = attend(degree(strategy, group.size), *xs, group, TAG)
         forward = {name: sent for (name, _), sent in traffic[0].bytes.items()}
         split_at = len(events)
         torch.autograd.grad(out, xs, upstream)
@@ -201,6 +214,10 @@ def test_bytes_are_those_of_the_formulas(ranks: int) -> None:
     for found in run_ranks(watch, ranks, "ulysses"):
         assert found["forward"] == {"all_to_all": swapped}
         assert found["both"] == {"all_to_all": 2 * swapped}
+    for found in run_ranks(watch, ranks, "both") if ranks == 4 else ():
+        swapped = (q + k + v + out) // 2
+        assert found["forward"] == {"all_to_all": swapped, "ring": k + v}
+        assert found["both"] == {"all_to_all": 2 * swapped, "ring": 2 * (k + v), "ring gradients": 2 * (k + v)}
 
 
 @on_ranks(2)
@@ -219,7 +236,7 @@ def mixed_dtypes(strategy: str) -> list[torch.Tensor]:
     group = context()
     *xs, _ = (keep(x, group.rank, group.size, 2) for x in operands(torch.bfloat16, **SHAPES[1]))
     with torch.autocast("cpu", torch.bfloat16):
-        return [attend(strategy, xs[0].float(), xs[1].float(), xs[2], group, TAG)]
+        return [attend(degree(strategy, group.size), xs[0].float(), xs[1].float(), xs[2], group, TAG)]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -232,7 +249,24 @@ def test_autocast_is_heeded(strategy: str) -> None:
 def test_heads_that_the_ranks_do_not_divide_are_refused() -> None:
     *xs, _ = operands(torch.float32, 6, 2)
     with pytest.raises(ValueError, match=r"4 ranks do not divide 6 heads \(6 / 4 = 1\.5\).* 1, 2, 3, 6.* ring"):
-        ulysses(*xs, fake(4), TAG)
+        attend(4, *xs, fake(4), TAG)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "heads", "degree", "want"),
+    [
+        ("ring", 4, 6, 0, 1), ("ulysses", 4, 8, 0, 4), ("auto", 4, 8, 0, 4), ("auto", 4, 6, 0, 2), ("auto", 8, 4, 0, 4),
+        ("auto", 4, 3, 0, 1), ("auto", 4, None, 0, 4), ("ring", 4, 6, 2, 2), ("auto", 8, 8, 2, 2),
+        ("ring", 4, 6, 3, "ulysses_degree is 3, but of 4 .* 1 or 2 or 4 can share"),
+        ("ulysses", 4, 8, 2, "under the strategy ulysses, 4 can share"),
+        ("ring", 4, 6, 4, "4 ranks do not divide 6 heads"),
+    ],
+)  # fmt: skip
+def test_as_many_ranks_share_heads_as_the_strategy_says(
+    strategy: str, ranks: int, heads: int | None, degree: int, want: Any
+) -> None:
+    with pytest.raises(ValueError, match=want) if isinstance(want, str) else nullcontext():
+        assert degree_of(strategy, ranks, heads, degree) == want
 
 
 BLOCKS = [(4, 4, 6, 6, True), (4, 2, 6, 3, False), (4, 1, 3, 6, False), (6, 3, 1, 1, True)]
@@ -309,11 +343,11 @@ def test_operators_of_cuda_compute_what_plain_products_do(sizes: Any, dtype: tor
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_each_rank_has_an_early_and_a_late_chunk(ranks: int) -> None:
-    assert sorted(gathered_order(ranks)) == list(range(2 * ranks))
-    assert all(sum(chunks_of(rank, ranks)) == 2 * ranks - 1 for rank in range(ranks))
-    x = torch.arange(4 * ranks)
-    parts = torch.cat([keep(x, rank, ranks, 0) for rank in range(ranks)]).view(2 * ranks, 2)
-    assert torch.equal(parts, x.view(2 * ranks, 2)[gathered_order(ranks)])
+    last, x = 4 * ranks - 1, torch.arange(4 * ranks)
+    parts = [keep(x, rank, ranks, 0) for rank in range(ranks)]
+    for begin, part in zip(range(0, 2 * ranks, 2), parts, strict=True):
+        assert part.tolist() == [begin, begin + 1, last - begin - 1, last - begin]
+    assert torch.equal(joined(parts, 0), x)
 
 
 @pytest.mark.parametrize(

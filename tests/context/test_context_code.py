@@ -30,7 +30,7 @@ from token_programs import (
 from zeromesh.parallel.context import spread_batch as batches
 from zeromesh.parallel.context.applied import SpreadSequences, Unsupported
 from zeromesh.parallel.context.spread_model import TAG, apply
-from zeromesh.parallel.context.torch_attention import require_apart
+from zeromesh.parallel.context.torch_attention import followed
 from zeromesh.parallel.follow.token_check import TokenCheck, alone
 
 RANKS = 2
@@ -44,12 +44,17 @@ MODELS: dict[str, tuple[Any, ...]] = {
 """Codes of ``APART``, and other options of a decoder."""
 
 
+def require_apart(name: str, made: TokenCheck, part: dict[str, Any]) -> None:
+    with followed(name, made, part, SPREAD):
+        pass
+
+
 def check(model: nn.Module, given: dict[str, Tensor], unchecked: str = "") -> None:
     made = TokenCheck(model, 2 * RANKS, True)
     if unchecked:
         made.replace(unchecked, alone)
     part = batches.split(given, fake(RANKS), "positions", shift=False)
-    require_apart("Decoder", made, part, SPREAD)
+    require_apart("Decoder", made, part)
 
 
 @pytest.mark.parametrize("name", MIXES)
@@ -96,13 +101,13 @@ def test_each_state_of_a_model_and_each_way_to_call_it_is_checked() -> None:
     model = build(code).eval()
     made = TokenCheck(model, 2 * RANKS, True)
     part = batches.split(batch(), fake(RANKS), "positions", shift=False)
-    require_apart("Decoder", made, part, SPREAD)
+    require_apart("Decoder", made, part)
     model.train()
     for _ in range(2):  # an error that was caught is raised again
         with pytest.raises(Unsupported, match="cumsum"):
-            require_apart("Decoder", made, part, SPREAD)
+            require_apart("Decoder", made, part)
     model.eval()
-    require_apart("Decoder", made, part, SPREAD)
+    require_apart("Decoder", made, part)
 
 
 def test_what_flags_switch_on_is_checked() -> None:
@@ -114,9 +119,9 @@ def test_what_flags_switch_on_is_checked() -> None:
     model = Smooth(APART["nothing"]).double()
     made = TokenCheck(model, 2 * RANKS, True)
     part = batches.split(batch(), fake(RANKS), "positions", shift=False)
-    require_apart("Smooth", made, part, SPREAD)
+    require_apart("Smooth", made, part)
     with pytest.raises(Unsupported, match="sums over the tokens"):
-        require_apart("Smooth", made, {**part, "smooth": True}, SPREAD)
+        require_apart("Smooth", made, {**part, "smooth": True})
 
 
 def test_code_behind_a_loss_is_checked() -> None:
@@ -147,7 +152,7 @@ def test_a_module_that_is_said_to_compute_each_token_by_itself_is_not_checked(ca
     for name in ("blocks.0.inside", "blocks.1.inside"):
         made.replace(name, alone)
     with caplog.at_level(logging.WARNING, "zeromesh"):
-        require_apart("Decoder", made, batches.split(batch(), fake(RANKS), "positions", shift=False), SPREAD)
+        require_apart("Decoder", made, batches.split(batch(), fake(RANKS), "positions", shift=False))
     assert not caplog.records
     with pytest.raises(
         ValueError, match=re.escape("context_parallel.unchecked has 'blocks.*.moe', which is not a module of Decoder")

@@ -14,7 +14,7 @@ from zeromesh.parallel.context.attention_block import PRODUCTS, AttentionBlock, 
 from zeromesh.parallel.context.document_order import BALANCE, order_of
 from zeromesh.parallel.context.pair_rules import PairRule, RulePairs
 from zeromesh.parallel.context.sequence_order import keep, reordered
-from zeromesh.parallel.context.spread_attention import ring
+from zeromesh.parallel.context.spread_attention import attend as attend_spread
 
 LENGTH = 48
 SHAPE = {"heads": 4, "key_heads": 2, "length": LENGTH, "value_width": 6}
@@ -67,36 +67,29 @@ def by_order(x: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
     return x if order is None else reordered(x.transpose(1, 2), order).transpose(1, 2)
 
 
-def spread(cases: list[Any], dtype: torch.dtype, tile: int) -> list[list[torch.Tensor]]:
+def spread(cases: list[Any], dtype: torch.dtype, tile: int, degree: int) -> list[list[torch.Tensor]]:
     group, found = context(), []
+    groups = group.size // degree
     with patch.object(pair_rules, "LEAST_TILE", tile):
         for rules, extras, placed in cases:
-            order = order_of(DOCUMENTS, group.size) if placed and "documents" in rules else None
-            parts = [
-                keep(
-                    x if order is None else reordered(x.transpose(1, 2), order).transpose(1, 2),
-                    group.rank,
-                    group.size,
-                    2,
-                )
-                for x in operands(dtype, **SHAPE)
-            ]
+            order = order_of(DOCUMENTS, groups) if placed and "documents" in rules else None
+            parts = [keep(by_order(x, order), group.rank, group.size, 2) for x in operands(dtype, **SHAPE)]
             *xs, upstream = parts
             xs = [x.requires_grad_() for x in xs]
             options: dict[str, Any] = {
                 name: x.clone().requires_grad_() if name == "sinks" else x for name, x in EXTRAS[extras].items()
             }
-            pairs = RulePairs(RULES[rules], group.size, LENGTH, order)
+            pairs = RulePairs(RULES[rules], groups, LENGTH, order)
             q, k, v = xs
-            out = ring(q, k, v, group, TAG, pairs=pairs, **options)
+            out = attend_spread(degree, q, k, v, group, TAG, pairs=pairs, **options)
             found.append(results(out, xs + [x for name, x in options.items() if name == "sinks"], upstream))
     return found
 
 
-def compare(by_rank: list[Any], cases: list[Any], dtype: torch.dtype, tolerance: float) -> None:
+def compare(by_rank: list[Any], cases: list[Any], dtype: torch.dtype, tolerance: float, degree: int = 1) -> None:
     ranks = len(by_rank)
     for number, (rules, extras, placed) in enumerate(cases):
-        order = order_of(DOCUMENTS, ranks) if placed and "documents" in rules else None
+        order = order_of(DOCUMENTS, ranks // degree) if placed and "documents" in rules else None
         want = whole(rules, extras, dtype)
         for place, x in enumerate(want):
             parts = [found[number][place].double() for found in by_rank]
@@ -109,9 +102,9 @@ def compare(by_rank: list[Any], cases: list[Any], dtype: torch.dtype, tolerance:
 
 
 @pytest.mark.some(1)
-@pytest.mark.parametrize(("ranks", "tile"), [(2, 5), (4, 3), (2, 128)])
-def test_any_rules_give_what_one_process_computes(ranks: int, tile: int) -> None:
-    compare(run_ranks(spread, ranks, CASES, torch.float64, tile), CASES, torch.float64, 1e-12)
+@pytest.mark.parametrize(("ranks", "tile", "degree"), [(2, 5, 1), (4, 3, 2), (4, 3, 1), (2, 128, 1), (2, 5, 2)])
+def test_any_rules_give_what_one_process_computes(ranks: int, tile: int, degree: int) -> None:
+    compare(run_ranks(spread, ranks, CASES, torch.float64, tile, degree), CASES, torch.float64, 1e-12, degree)
 
 
 @pytest.mark.full
@@ -119,7 +112,7 @@ def test_any_rules_give_what_one_process_computes(ranks: int, tile: int) -> None
 def test_any_rules_do_so_in_other_dtypes(dtype: torch.dtype, tolerance: float) -> None:
     # Of 16 bits, see ``TOLERANCE`` of the plain ring.
     cases = [case for case in CASES if case[1] != "sinks"]
-    compare(run_ranks(spread, 2, cases, dtype, 5), cases, dtype, tolerance)
+    compare(run_ranks(spread, 2, cases, dtype, 5, 1), cases, dtype, tolerance)
 
 
 @pytest.mark.parametrize("cap", [None, 0.5])

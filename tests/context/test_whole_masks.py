@@ -24,6 +24,7 @@ from causal_models import throughout
 WINDOW = {"sliding_window": 4}
 SOME = {**USUAL, **SPECIAL}
 FEW = {**GROUPED, **SPECIAL}
+SIX = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", FEW),
     "mistral": ("MistralForCausalLM", {**FEW, **WINDOW}),
@@ -31,6 +32,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "MistralForCausalLM",
         {**FEW, **WINDOW, "num_attention_heads": 3, "num_key_value_heads": 1},
     ),
+    "mistral, six heads": ("MistralForCausalLM", {**FEW, **WINDOW, **SIX}),
+    "gpt_oss, six heads": ("GptOssForCausalLM", {**FEW, **WINDOW, **SIX, "num_local_experts": 4}),
     "gemma2": ("Gemma2ForCausalLM", {**FEW, **WINDOW, "head_dim": 8, "attn_logit_softcapping": 0.5}),
     "gemma3": ("Gemma3ForCausalLM", {**FEW, **WINDOW, "head_dim": 8}),
     "cohere2": ("Cohere2ForCausalLM", {**FEW, **WINDOW}),
@@ -116,9 +119,9 @@ def compare(
 @pytest.mark.parametrize("name", [name for name, (kind, _) in MODELS.items() if kind.endswith("ForCausalLM")])
 def test_a_decoder_with_any_mask_trains_as_in_one_process(name: str, ranks: int) -> None:
     # gpt-oss gives no positions to its masks: in one process its documents see each other.
-    givens = ("whole", "left", "right") if name == "gpt_oss" else ("whole", "left", "right", "packed")
-    # Ranks that do not divide the heads pass keys on.
-    compare(name, ranks, givens, ("auto", "ring") if "three heads" in name else ("ulysses", "auto", "ring"))
+    givens = ("whole", "left", "right") if "gpt_oss" in name else ("whole", "left", "right", "packed")
+    # Ranks that do not divide the heads pass keys on: all of three heads, and two pairs of ranks of six.
+    compare(name, ranks, givens, ("auto", "ring") if "heads" in name else ("ulysses", "auto", "ring"))
 
 
 @pytest.mark.full

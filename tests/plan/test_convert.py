@@ -1,6 +1,7 @@
 """Layouts become configurations that the settings accept, and come back as they were."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,6 +88,16 @@ def test_rows_have_names() -> None:
     assert row_name(replace(ROWS[3], parameter_tier=Tier.HOST, optimizer_tier=Tier.NVME)) == (
         "ZeRO-3, optimizer on NVMe, parameters on host"
     )
+
+
+@pytest.mark.parametrize(
+    ("chosen", "want"),
+    [({}, 1), ({"strategy": "ulysses"}, 4), ({"ulysses_degree": 2}, 2), ({"ulysses_degree": 3}, "1 or 2 or 4 can")],
+)
+def test_ranks_that_share_heads_are_in_the_layout_of_a_configuration(chosen: dict, want: int | str) -> None:
+    settings = Settings.load({"mesh": {"context": 4}, "context_parallel": chosen, "train_batch_size": 1})
+    with pytest.raises(ValueError, match=want) if isinstance(want, str) else nullcontext():
+        assert layout_from(settings, 4)[0].ulysses == want
 
 
 def test_float8_is_in_the_layout_of_a_configuration() -> None:

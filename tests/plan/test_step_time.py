@@ -120,6 +120,23 @@ def test_gathers_of_two_units_with_prefetch():
     assert found.flops == pytest.approx(2 * 2 * 3e12)
 
 
+def test_context_ranks_send_what_they_swap_and_pass_on():
+    class Sent(Units):
+        def at(self, micro_batch: int, sequence: int, context: int = 1) -> ModelCost:
+            cost = super().at(micro_batch, sequence, context)
+            sent = {"output": Divided(split=4e8), "exchanged": Divided(split=2e8)}
+            return replace(cost, units=tuple(replace(unit, **sent) for unit in cost.units))
+
+    waits = []
+    # Of two blocks, at 4e10 bytes a second: of queries, keys, values and results, 1e9 bytes, a rank sends all but its
+    # own part forward, and backward; keys and values to each further group, and backward twice that.
+    for ulysses, sent in ((1, 3 * 3 * 2e8), (2, 2 * 1e9 / 2 + 3 * 2e8), (4, 2 * 1e9 * 3 / 4)):
+        found = time_of(Sent(), 1, ParallelLayout(context=4, ulysses=ulysses, row=ROWS[0]), plain_machine(4))
+        waits.append(found.waits["context links"])
+        assert waits[-1] == pytest.approx(2 * sent / 4e10)
+    assert len({*waits}) == 3
+
+
 def test_recomputation_adds_a_forward():
     plain = time_of(Units(), 1, ParallelLayout(), plain_machine(1))
     again = time_of(Units(), 1, ParallelLayout(recompute=Recompute.BLOCKS), plain_machine(1))

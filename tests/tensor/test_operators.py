@@ -39,6 +39,7 @@ def expected(what: str, values: list[torch.Tensor], rank: int, dim: int) -> torc
         "keep": lambda: values[rank].chunk(len(values), dim)[rank],
         "gather": lambda: torch.cat(values, dim),
         "scatter": lambda: total.chunk(len(values), dim)[rank],
+        "swap": lambda: torch.cat([x.chunk(len(values), dim)[rank] for x in values], dim),
     }[what]()
 
 
@@ -59,10 +60,12 @@ def test_operators_and_their_gradients_do_what_the_table_says(ranks: int) -> Non
 MEANT: dict[str, tuple[bool, Callable[[list[torch.Tensor]], Sequence[torch.Tensor]], bool]] = {
     "copy": (True, lambda xs: xs, False),
     "sum": (False, lambda xs: [xs[0] + xs[1]] * 2, True),
+    "total": (False, lambda xs: [xs[0] + xs[1]] * 2, False),
     "gather": (False, lambda xs: [torch.cat(xs)] * 2, False),
     "scatter": (False, lambda xs: (xs[0] + xs[1]).chunk(2), False),
     "split": (True, lambda xs: xs[0].chunk(2), False),
     "join": (False, lambda xs: [torch.cat(xs)] * 2, True),
+    "swap": (False, lambda xs: [torch.cat([x.chunk(2)[rank] for x in xs]) for rank in range(2)], False),
 }
 
 

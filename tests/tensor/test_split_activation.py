@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from simulated_ranks import Hub, in_threads
 from token_programs import Twice
 from zeromesh.base.containers import map_tensors, tensors_of
-from zeromesh.parallel.follow import split_views as split_views  # which registers rules
 from zeromesh.parallel.follow.split_activation import NeedsWhole, SplitActivation, SplitDim, TensorAxis, part_of, whole
 from zeromesh.parallel.follow.split_rules import as_split
 from zeromesh.parallel.tensor.random_streams import RandomStreams
@@ -86,7 +85,7 @@ def one_process(function: Function, x: Tensor, others: list[Tensor]) -> tuple[An
 
 
 def one_rank(function: Function, x: Tensor, others: list[Tensor], split_dim: SplitDim, group: ThreadGroup) -> Any:
-    axis = TensorAxis(group, RandomStreams(torch.device("cpu"), group.rank), 1)
+    axis = TensorAxis(group, 1, RandomStreams(torch.device("cpu"), group.rank))
     own = axis.take(x, split_dim).clone().requires_grad_()
     leaves = [one.clone().requires_grad_(one.is_floating_point()) for one in others]
     given = [one * 1 if one.is_floating_point() else one for one in leaves]
@@ -325,7 +324,7 @@ def test_what_needs_the_whole_gets_it(name: str) -> None:
 
 
 def part(group: ThreadGroup) -> Tensor:
-    axis = TensorAxis(group, RandomStreams(torch.device("cpu"), group.rank), 1)
+    axis = TensorAxis(group, 1, RandomStreams(torch.device("cpu"), group.rank))
     split_dim = SplitDim(2, (8,), frozenset(["blocks.0.up"]))
     return as_split(axis.take(X, split_dim).clone().requires_grad_() * 1, split_dim, axis)
 

@@ -15,10 +15,10 @@ from harness import on_ranks, run_ranks
 from run import train_step
 from same_training import require_same_training, train_on_engine
 from token_programs import APART, MIXES, NOISE, OTHER_ATTENTION, Code, Inside
-from zeromesh.parallel.follow.spread import Followed, _entered, check_of, check_tokens
 from zeromesh.parallel.follow.token_check import TokenCheck
 from zeromesh.parallel.tensor.derive import derive
 from zeromesh.parallel.tensor.sequence import find_stacks
+from zeromesh.parallel.tensor.spread_sequence import Followed, _entered, check_of, followed
 from zeromesh.parallel.tensor.tensor_plan import parse, resolve
 
 WIDTH, LENGTH = 32, 8
@@ -192,7 +192,8 @@ class Stacked(nn.Module):
 def checked(code: Code) -> None:
     model = Stacked(code).double()
     plan = resolve(model, parse(PLAN), {}, 0, 2)
-    check_tokens(check_of(model, plan, find_stacks(model, plan), 2), model, sequences(0), {})
+    with followed(check_of(model, plan, find_stacks(model, plan), 2), sequences(0), {}):
+        pass
 
 
 @pytest.mark.parametrize("name", MIXES)
@@ -290,7 +291,8 @@ def test_every_part_that_a_module_is_given_is_joined_where_it_has_whole_sequence
     model, ids = watched_bert(), torch.arange(16).view(2, 8)
     plan = resolve(model, {}, derive(model, 2)[0], 0, 2)
     check = check_of(model, plan, find_stacks(model, plan), 2)
-    check_tokens(check, model, (ids,), {"labels": ids})
+    with followed(check, (ids,), {"labels": ids}):
+        pass
     residual = {name: places for name, places in check.also_spread.items() if places}
     assert residual == {f"bert.encoder.layer.0.{name}": {1} for name in ("attention.output", "output")}
 

@@ -165,13 +165,13 @@ def multiply(x: Tensor, columns: Columns) -> Tensor:
         return torch.nn.functional.linear(x, weight.t() if columns.transposed else weight, bias)
     if ticket is not None:  # the product itself gives them no gradient
         weight, bias = weight.detach(), None if bias is None else bias.detach()
-    operands = _cast(x), None, _cast(weight), None if bias is None else _cast(bias)
+    operands = autocast(x), None, autocast(weight), None if bias is None else autocast(bias)
     y: Tensor = Product.apply(*operands, ticket, columns.transposed, columns.arithmetic)  # type: ignore[no-untyped-call]
     return y
 
 
-def _cast(value: Tensor) -> Tensor:
-    """Cast a tensor as autocast does, where it is on."""
+def autocast(value: Tensor) -> Tensor:
+    """Return a tensor in the dtype of torch's autocast, where that is on."""
     device = value.device.type
     if not torch.is_autocast_enabled(device) or value.dtype is torch.float64:
         return value

@@ -180,7 +180,13 @@ class ContextParallel(Section):
     strategy: Literal["ring", "ulysses", "auto"] = key(
         "auto",
         "ring: ranks pass keys and values on. ulysses: each rank computes some heads on all tokens. auto: ring for "
-        "causal attention and where ranks do not divide the heads, else ulysses; any other code on parts of sequences.",
+        "causal attention; else ulysses among as many ranks as the heads allow, and ring among groups of these; any "
+        "other code on parts of sequences.",
+    )
+    ulysses_degree: CountInt = key(
+        0,
+        "Neighbouring ranks that share heads under ring or auto, in causal attention, too; groups of so many ranks "
+        "pass keys and values on. 0: the strategy decides.",
     )
     unchecked: list[str] = key(
         [], "Names of modules that compute each token by itself, though a check of the code cannot tell; * for parts."

@@ -13,7 +13,7 @@ from zeromesh.checkpoint.packing import broadcast_value
 from zeromesh.comm.agreement import texts
 from zeromesh.engine.batches import WithLoss
 from zeromesh.parallel.context.applied import SpreadSequences
-from zeromesh.parallel.context.sequence_order import gathered_order, reordered
+from zeromesh.parallel.context.sequence_order import joined, reordered
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,5 @@ def whole_sequences(part: torch.Tensor, spread: SpreadSequences) -> torch.Tensor
     dist.all_gather(parts, part.contiguous(), group=spread.group.process_group)
     if spread.consecutive:
         return torch.cat(parts, 1)
-    chunks = [chunk for rank_part in parts for chunk in rank_part.chunk(2, 1)]
-    order = gathered_order(spread.group.size)
-    joined = torch.cat([chunks[order.index(number)] for number in range(len(order))], 1)
-    return joined if spread.order is None else reordered(joined, spread.order.argsort(1))
+    values = joined(parts, 1)
+    return values if spread.order is None else reordered(values, spread.order.argsort(1))

@@ -33,7 +33,6 @@ from zeromesh.base.split import Held
 from zeromesh.config.settings import Settings
 from zeromesh.engine.batches import loss_of
 from zeromesh.engine.computation import cast_inputs
-from zeromesh.parallel.follow import split_views as split_views  # which registers rules
 from zeromesh.parallel.follow.split_activation import RULES
 from zeromesh.parallel.tensor.float8_layers import use_alone
 from zeromesh.shard.optim import factory, schedules

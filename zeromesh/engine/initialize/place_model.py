@@ -136,7 +136,10 @@ class Placing:
             others = [f"mesh.{axis}" for axis in ("tensor", "pipeline", "expert") if plan.mesh.sizes[axis] > 1]
             others += ["activation_checkpointing.granularity"] * (checkpointing.granularity != "full")
             others += ["compile"] * plan.settings.compile.enabled + ["tiling"] * bool(plan.tiled)
-            return apply_context(plan.model, chosen.strategy, group, unchecked=chosen.unchecked, others=others)
+            degrees = {"degree": chosen.ulysses_degree, "tensor": plan.mesh.sizes["tensor"]}
+            return apply_context(
+                plan.model, chosen.strategy, group, unchecked=chosen.unchecked, others=others, **degrees
+            )
 
         self.sequences = agree_run(plan.world, "spread its sequences over ranks", spread)
 

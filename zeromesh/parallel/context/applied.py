@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from zeromesh.comm.collectives import Group
 from zeromesh.parallel.context import spread_batch as batch
 from zeromesh.parallel.context.pair_rules import CausalPairs
 from zeromesh.parallel.context.sequence_order import keep, reordered
-from zeromesh.parallel.context.spread_attention import AUTO, Attention, attend, by_heads, ring
+from zeromesh.parallel.context.spread_attention import AUTO, Attention, attend, by_heads
 
 _log = logging.getLogger("zeromesh")
 
@@ -39,6 +39,8 @@ class SpreadSequences:
         sends: False within ``without_messages``.
         losses: number of calls of the model's loss function since the forward began.
         whole_outputs: shapes of what the last forward of ``consecutive`` tokens returned whole.
+        degree: number of ranks that share heads; those of other heads pass keys on.
+        causal_degree: the same of causal attention without more.
         others: settings together with which ``consecutive`` is refused.
         forwards: number of forwards that have ended without ``consecutive``.
         consecutive: True if a rank has consecutive tokens, and not those of ``sequence_order.py``.
@@ -46,22 +48,28 @@ class SpreadSequences:
             None: as they are.
     """
 
-    def __init__(self, strategy: str, group: Group, tag: int) -> None:
+    def __init__(self, strategy: str, group: Group, tag: int, degree: int = 1, causal_degree: int = 1) -> None:
         self.strategy, self.group, self.tag = strategy, group, tag
         self.active, self.sends, self.consecutive = True, True, False
+        self.degree, self.causal_degree = degree, causal_degree
         self.whole_outputs: set[torch.Size] = set()
         self.others: Sequence[str] = ()
         self.order: Tensor | None = None
         self._attentions = self.losses = self.forwards = 0
         # A compiler cannot follow messages between ranks, and would compile anew for each number of calls.
         self._uncompiled = torch.compiler.disable(self._attend)
-        self._uncompiled_by_heads = torch.compiler.disable(self._attend_by_heads)
         purposes = f"{strategy} attention", "gradients of keys and values", "the mean loss"
         group.purposes.update(zip(range(tag, tag + 3), purposes, strict=True))
 
-    def passes_keys(self, heads: int | None) -> bool:
-        """Return whether ranks pass keys on for other masks than causal, too; ``heads`` are those of the model."""
-        return self.strategy == "ring" or (self.strategy == AUTO and heads is not None and heads % self.group.size != 0)
+    @property
+    def parts(self) -> int:
+        """Number of parts of a sequence whose keys go around."""
+        return self.group.size // self.degree
+
+    def takes_rules(self, implementation: str) -> bool:
+        """Return whether masks of an attention of transformers are kept as rules, by which pairs are left out."""
+        # What each rank computes by the model's own function has the bits of one process.
+        return self.parts > 1 or self.strategy == "ring" or (self.strategy == AUTO and implementation == "sdpa")
 
     def part(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's part of a tensor of whole sequences, such as labels: (samples, sequence, ...)."""
@@ -90,57 +98,39 @@ class SpreadSequences:
         """Count a forward that has ended without ``consecutive``; none of them is counted while paused."""
         self.forwards += self.active
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Compute without context parallelism in this context: each rank all that it is given."""
-        before, self.active = self.active, False
-        try:
-            yield
-        finally:
-            self.active = before
+    def paused(self) -> AbstractContextManager[Any]:
+        """Return a context without context parallelism: each rank computes all that it is given."""
+        return patch.object(self, "active", False)
 
-    @contextmanager
-    def without_messages(self) -> Iterator[None]:
-        """Compute with tensors without memory in this context, as in a check of the model's code."""
-        self.sends = False
-        try:
-            yield
-        finally:
-            self.sends = True
+    def without_messages(self) -> AbstractContextManager[Any]:
+        """Return a context of tensors without memory, as in a check of the model's code."""
+        return patch.object(self, "sends", False)
 
     def begin(self, order: Tensor | None = None) -> None:
         """Count calls of attention and of the loss anew: a forward begins, of tokens in an order."""
         self._attentions, self.losses, self.order = 0, 0, order
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, **options: Any) -> Tensor:
-        """Compute causal attention of this rank's part of the sequence, or, by ``options``, that of ``ring``."""
-        if not self.sends:
-            return F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
-            )
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, **options: Any) -> Tensor:
+        """Compute causal attention of this rank's part of the sequence, or, by ``options``, that of ``ring``.
+
+        With the option ``run``, compute attention by that function, which gets all tokens of this rank's heads.
+        """
+        if not self.sends:  # of the same shape, and as apart
+            is_grouped = k.shape[1] != q.shape[1]
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=is_grouped)
         out: Tensor = self._uncompiled(q, k, v, scale, **options)
         return out
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None = None, **options: Any
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, run: Attention | None = None, **options: Any
     ) -> Tensor:
         self._attentions += 1
-        if mask is not None:
-            options["pairs"] = pairs_of(mask)
-        if options:
-            return ring(q, k, v, self.group, self.tag, scale, **options)
-        return attend(self.strategy, q, k, v, self.group, self.tag, scale)
-
-    def attend_by_heads(self, run: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Compute attention by ``run``, which gets all tokens of this rank's heads."""
-        if not self.sends:  # of the same shape, and as apart
-            return self.attend(q, k, v, None)
-        out: Tensor = self._uncompiled_by_heads(run, q, k, v)
-        return out
-
-    def _attend_by_heads(self, run: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self._attentions += 1
-        return by_heads(run, q, k, v, self.group, self.tag)
+        if run is not None:
+            return by_heads(run, q, k, v, self.group, self.tag)
+        if "mask" in options:
+            options["pairs"] = pairs_of(options.pop("mask"))
+        degree = self.degree if options else self.causal_degree
+        return attend(degree, q, k, v, self.group, self.tag, scale=scale, **options)
 
     def mean_loss(self, loss: Tensor, labels: Tensor) -> Tensor:
         """See ``spread_batch.mean_loss``."""
@@ -202,13 +192,6 @@ def is_token_mean(loss: Any, logits: Tensor, shifts: bool, args: tuple[Any, ...]
 _MEANS = ("ForCausalLMLoss", "ForMaskedLMLoss", "ForTokenClassification")
 
 
-def replace_forward(module: nn.Module, run: Callable[..., Any]) -> None:
-    """Replace the module's forward by ``run(forward, *args, **kwargs)``."""
-    # Unlike hooks, it also runs where a wrapper of the model calls ``forward`` itself.
-    forward = module.forward
-    module.forward = functools.wraps(forward)(functools.partial(run, forward))
-
-
 def parameters_of(kind: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
     """Return the signature of the forward of a class of modules."""
     return inspect.signature(kind.forward).parameters
@@ -226,4 +209,17 @@ def named_arguments(kind: type[nn.Module], args: tuple[Any, ...], kwargs: Mappin
             named |= named.pop(name)
         elif signature[name].kind is inspect.Parameter.VAR_POSITIONAL:
             raise refuse(kind.__name__, f"its forward takes any number of arguments as *{name}")
+    return named
+
+
+def arguments_of_sequences(kind: type[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments by name, without a cache. Raise Unsupported for those that only make sense in one process."""
+    named = named_arguments(kind, args, kwargs)
+    if named.get("past_key_values") is not None:
+        raise refuse(kind.__name__, "it is called with a cache, as in generation", "generate within paused()")
+    if named.get("num_items_in_batch") is not None:
+        reason = "num_items_in_batch counts labels, and the ranks count theirs themselves"
+        raise refuse(kind.__name__, reason, "leave it out")
+    if "use_cache" in parameters_of(kind):
+        named["use_cache"] = False  # a cache would have this rank's tokens only
     return named

@@ -7,7 +7,6 @@ queries' in their order.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -54,16 +53,6 @@ class AttentionBlock:
         length = self.k.shape[2]
         bias = self.q.new_full((*self.mask.shape[:3], -(-length // _WIDTH_UNIT) * _WIDTH_UNIT), -torch.inf)
         return bias[..., :length].masked_fill_(self.mask, 0.0)
-
-
-class Kernel(Protocol):
-    """Implementation of a block."""
-
-    def attend(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-        """Return the result and the log-sum-exp of each query's scores, (batch, heads, sequence), at least fp32."""
-
-    def gradients(self, block: AttentionBlock, gradient: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        """Return the block's part of the gradients, given the result over all keys, its gradient and log-sum-exp."""
 
 
 class _Cpu:
@@ -199,6 +188,7 @@ def _sum_repeated(gradient: Tensor, x: Tensor) -> Tensor:
     return gradient if gradient.shape == x.shape else _grouped(gradient, x).sum(2)
 
 
+Kernel = _Cpu | _Flash | _Efficient | _Products  # their methods do what the functions of the same names do
 CPU, FLASH, EFFICIENT, PRODUCTS = _Cpu(), _Flash(), _Efficient(), _Products()
 
 
@@ -221,7 +211,7 @@ def choose(block: AttentionBlock) -> Kernel:
 
 
 def attend(block: AttentionBlock) -> tuple[Tensor, Tensor]:
-    """See ``Kernel.attend``."""
+    """Return the result and the log-sum-exp of each query's scores, (batch, heads, sequence), at least fp32."""
     _, padded = _of_one_width(block)
     with torch.autocast(block.q.device.type, enabled=False):  # it would narrow the plain products
         out, lse = choose(padded).attend(padded)
@@ -232,7 +222,7 @@ def attend(block: AttentionBlock) -> tuple[Tensor, Tensor]:
 
 
 def gradients(block: AttentionBlock, gradient: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-    """See ``Kernel.gradients``."""
+    """Return the block's part of the gradients, given the result over all keys, its gradient and log-sum-exp."""
     width, padded = _of_one_width(block)
     with torch.autocast(block.q.device.type, enabled=False):
         dq, dk, dv = choose(padded).gradients(padded, _pad(gradient, width), _pad(out, width), lse)

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zeromesh.parallel.context.sequence_order import joined
+
 BALANCE = 1.05
 """Work of the rank with the most, over the mean, up to which documents are left whole."""
 
@@ -35,8 +37,7 @@ def order_of(documents: Tensor, ranks: int) -> Tensor:
             )
             for part in parts
         ]
-        halves = [part.chunk(2) for part in tokens]
-        orders.append(torch.cat([half[0] for half in halves] + [half[1] for half in reversed(halves)]))
+        orders.append(joined(tokens, 0))
     return torch.stack(orders).to(documents.device)
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial, update_wrapper
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +19,13 @@ from zeromesh.parallel.context import spread_batch as batch
 from zeromesh.parallel.context.applied import (
     SpreadSequences,
     Unsupported,
+    arguments_of_sequences,
     is_token_mean,
-    named_arguments,
     parameters_of,
     refuse,
-    replace_forward,
 )
 from zeromesh.parallel.context.sequence_order import require_length
-from zeromesh.parallel.follow.activation_parts import guard_functions
+from zeromesh.parallel.follow.activation_parts import guard_functions, replace_forward
 from zeromesh.parallel.follow.split_activation import (
     NeedsWhole,
     Sealed,
@@ -39,7 +37,6 @@ from zeromesh.parallel.follow.split_activation import (
     whole,
 )
 from zeromesh.parallel.follow.split_rules import as_split
-from zeromesh.parallel.tensor.random_streams import RandomStreams
 
 # Each rank holds consecutive tokens, and differentiates its own share of the loss: a parameter's gradient is the mean
 # over the ranks of what they find, as in data parallelism. So what is gathered has the sum of all ranks' gradients, and
@@ -51,9 +48,9 @@ class TokenAxis(TensorAxis):
     """Messages over the context axis."""
 
     def __init__(self, applied: SpreadSequences) -> None:
-        super().__init__(applied.group, cast("RandomStreams", None), applied.tag)
+        super().__init__(applied.group, applied.tag)
         self.applied, self.gradient_scale = applied, applied.group.size
-        self._alike = TensorAxis(applied.group, cast("RandomStreams", None), applied.tag)
+        self._alike = TensorAxis(applied.group, applied.tag)
 
     def _move(self, x: Tensor, name: str, dim: int = 0) -> Tensor:
         return super()._move(x, _MOVES[name], dim)
@@ -66,10 +63,6 @@ class TokenAxis(TensorAxis):
     def copy(self, tensor: Tensor) -> Tensor:
         """Return the same."""
         return tensor
-
-    def apart(self) -> AbstractContextManager[None]:
-        """Draw random numbers as this rank does anyway."""
-        return nullcontext()
 
     def again(self, result: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """Return this rank's part of a result that has the sequence in the dim where one of the activations has it."""
@@ -88,10 +81,10 @@ class TokenAxis(TensorAxis):
                 x.register_hook(lambda gradient: gradient * factor)
             return x
 
-        def given(x: Tensor) -> Tensor:
-            return (
-                scaled(self._alike.gather(part_of(x), x.split_dim), self.size) if isinstance(x, SplitActivation) else x
-            )
+        def gathered(x: Tensor) -> Tensor:
+            if not isinstance(x, SplitActivation):
+                return x
+            return scaled(self._alike.gather(part_of(x), x.split_dim), self.size)
 
         def returned(x: Tensor) -> Tensor:
             if not x.is_floating_point() or any(x is other for other in others):
@@ -101,7 +94,7 @@ class TokenAxis(TensorAxis):
                 return scaled(self._alike.copy(x), 1 / self.size) if x.requires_grad else x
             return as_split(scaled(self._alike.take(x, split_dim).clone(), 1 / self.size), split_dim, self)
 
-        whole_args, whole_kwargs = map_tensors((args, kwargs), given)
+        whole_args, whole_kwargs = map_tensors((args, kwargs), gathered)
         others = tensors_of((whole_args, whole_kwargs))
         before = [version(x) for x in others], _random_states(others)
         result = function(*whole_args, **whole_kwargs)
@@ -157,12 +150,11 @@ def install(model: Any, applied: SpreadSequences) -> None:
                 raise refuse(type(module).__name__, what, f"set {name} to 0")
     torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
     for module in model.modules():
-        replace_forward(module, _Followed(axis, module).run)
-    for module in model.modules():
+        replace_forward(module, partial(_Followed(axis, module).run, module.forward))
         if "labels" in parameters_of(type(module)) and callable(loss := getattr(module, "loss_function", None)):
             setattr(module, "loss_function", update_wrapper(partial(_loss, axis, loss), loss))  # noqa: B010
     guard_functions({type(module) for module in model.modules() if not of_library(module)})
-    replace_forward(model, partial(_run, axis, type(model)))
+    replace_forward(model, partial(_run, axis, type(model), model.forward))
 
 
 class _Followed:
@@ -194,8 +186,8 @@ class _Followed:
             return forward(*args, **kwargs)  # of another model: transformers' share some functions
         # A recomputation in the backward, which is given plain tensors where it was given parts.
         with Sealed():
-            args = tuple(self._given(place, x) for place, x in enumerate(args))
-            return self._compute(forward, args, {name: self._given(name, x) for name, x in kwargs.items()})
+            args = tuple(self._as_part(place, x) for place, x in enumerate(args))
+            return self._compute(forward, args, {name: self._as_part(name, x) for name, x in kwargs.items()})
 
     def _compute(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._reads_ids:  # those that a model makes itself, such as a decoder's, are whole
@@ -238,7 +230,7 @@ class _Followed:
             state += value, count
         return state
 
-    def _given(self, place: int | str, x: Any) -> Any:
+    def _as_part(self, place: int | str, x: Any) -> Any:
         if not isinstance(x, Tensor) or isinstance(x, SplitActivation):
             return x
         first, *more = self._splits.get((place, x.shape), {None})
@@ -274,14 +266,7 @@ def _run(axis: TokenAxis, kind: type[nn.Module], forward: Any, /, *args: Any, **
 
 
 def _follow(axis: TokenAxis, kind: type[nn.Module], forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    named = named_arguments(kind, args, kwargs)
-    if named.get("past_key_values") is not None:
-        raise refuse(kind.__name__, "it is called with a cache, as in generation", "generate within paused()")
-    if named.get("num_items_in_batch") is not None:
-        reason = "num_items_in_batch counts labels, and the ranks count theirs themselves"
-        raise refuse(kind.__name__, reason, "leave it out")
-    if "use_cache" in parameters_of(kind):
-        named["use_cache"] = False
+    named = arguments_of_sequences(kind, args, kwargs)
     # Others than these may be anything, and are given whole.
     first = next((name for name, x in named.items() if isinstance(x, Tensor) and x.ndim > 1), "")
     for name in {*batch.TOKENS} & named.keys() or {first} & named.keys():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial, update_wrapper
@@ -18,18 +17,18 @@ from zeromesh.comm.collectives import Group
 from zeromesh.parallel.context import spread_batch as batch
 from zeromesh.parallel.context.applied import (
     SpreadSequences,
+    arguments_of_sequences,
     is_token_mean,
-    named_arguments,
     parameters_of,
     refuse,
-    replace_forward,
     stand_in,
 )
 from zeromesh.parallel.context.document_order import order_of
 from zeromesh.parallel.context.pair_rules import CausalPairs, RulePairs
-from zeromesh.parallel.context.spread_attention import AUTO, require_heads, ring
+from zeromesh.parallel.context.spread_attention import ring
 from zeromesh.parallel.context.torch_attention import check_of, followed, require_no_mixing
-from zeromesh.parallel.context.whole_masks import Whole, of_heads
+from zeromesh.parallel.context.whole_masks import Whole, attention_of, of_heads
+from zeromesh.parallel.follow.activation_parts import replace_forward
 from zeromesh.parallel.follow.token_check import Following, TokenCheck
 
 _numbers = itertools.count()
@@ -54,21 +53,13 @@ def install(model: Any, applied: SpreadSequences, unchecked: Sequence[str] = ())
 
     require(model)
     implementation = model.config._attn_implementation
-    heads = getattr(model.config, "num_attention_heads", None)
-    if applied.strategy == "ulysses" and heads is not None:
-        require_heads(heads, applied.group.size)
     # Models call attention, and make masks, through tables by the name in their configuration: each gets a name of its
     # own.
     name = f"zeromesh_context_{next(_numbers)}"
-    parts = _Parts(
-        model,
-        applied,
-        ALL_ATTENTION_FUNCTIONS.get(implementation),
-        ALL_MASK_ATTENTION_FUNCTIONS[implementation],
-        applied.passes_keys(heads),
-    )
-    AttentionInterface.register(name, parts.attention)
-    AttentionMaskInterface.register(name, parts.mask)
+    functions = ALL_ATTENTION_FUNCTIONS.get(implementation), ALL_MASK_ATTENTION_FUNCTIONS[implementation]
+    replacements = _Replacements(model, applied, *functions, applied.takes_rules(implementation))
+    AttentionInterface.register(name, replacements.attention)
+    AttentionMaskInterface.register(name, replacements.mask)
     # The tables live as long as the process, and would keep a function for every model that ever was.
     for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         weakref.finalize(model, table._global_mapping.pop, name, None)
@@ -77,9 +68,9 @@ def install(model: Any, applied: SpreadSequences, unchecked: Sequence[str] = ())
         loss = model.loss_function
         model.loss_function = update_wrapper(partial(_loss, loss, applied, _shifts(model)), loss)
     if any(type(module).__module__.partition(".")[0] not in KNOWN for module in model.modules()):
-        parts.check = check_of(model, applied, unchecked, trusted="transformers")
-        parts.check.install(model)
-    replace_forward(model, parts.run)
+        replacements.check = check_of(model, applied, unchecked, trusted="transformers")
+        replacements.check.install(model)
+    replace_forward(model, partial(replacements.run, model, model.forward))
 
 
 def require(model: Any) -> None:
@@ -151,11 +142,11 @@ _OVER_TOKENS = {
 }
 
 
-def _counted_positions(model: nn.Module | None, named: Mapping[str, Any]) -> Tensor | None:
+def _counted_positions(model: nn.Module, named: Mapping[str, Any]) -> Tensor | None:
     """Return the positions of whole sequences, as a model like RoBERTa counts them; None for others."""
     # From ``padding_idx + 1`` on, and without the padding: the tokens before a rank's part must be seen.
     name = "input_ids" if named.get("input_ids") is not None else "inputs_embeds"
-    for module in () if model is None else model.modules():
+    for module in model.modules():
         count = getattr(module, _COUNTING[name], None)
         if count is not None:
             settings = {name: named[name], "padding_idx": module.padding_idx, "past_key_values_length": 0}
@@ -171,43 +162,34 @@ _COUNTING = {
 }
 
 
-class _Parts:
+class _Replacements:
     """Replacements of a model's forward, attention and mask functions."""
 
     def __init__(self, model: nn.Module, applied: SpreadSequences, attention: Any, mask: Any, ring: bool) -> None:
         self._kind, self._applied, self._own, self._own_mask = type(model), applied, attention, mask
-        self._ring = ring  # ranks pass keys on, whatever the mask
-        self._proven: weakref.WeakSet[nn.Module] = (
-            weakref.WeakSet()
-        )  # those whose eager attention is what the ring computes
+        self._ring = ring  # masks are rules, and not made for whole sequences
+        self._proven = weakref.WeakSet[nn.Module]()  # those whose eager attention is what the ring computes
         self._whole = Whole((0, 0))
         self._model = weakref.ref(model)  # the tables that hold this must not keep the model
+        self._has_sinks = any(hasattr(module, "sinks") for module in model.modules())
         self.check: TokenCheck | None = None
 
-    def run(self, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def run(self, model: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         applied = self._applied
         if not applied.replaces:
             return forward(*args, **kwargs)
-        named, name = named_arguments(self._kind, args, kwargs), self._kind.__name__
-        if named.get("past_key_values") is not None:
-            raise refuse(name, "it is called with a cache, as in generation", "generate within paused()")
-        if named.get("num_items_in_batch") is not None:
-            reason = "num_items_in_batch counts labels, and the ranks count theirs themselves"
-            raise refuse(name, reason, "leave it out")
-        counted, shifts = _counted_positions(self._model(), named), _shifts(self._model())
-        self._whole = _whole(self._model(), named, counted)
+        named, name = arguments_of_sequences(self._kind, args, kwargs), self._kind.__name__
+        counted, shifts = _counted_positions(model, named), _shifts(model)
+        self._whole = _whole(model, named, counted)
         # Code that is checked may read tokens of one of a rank's two chunks together.
         documents = self._whole.documents if self._ring and self.check is None else None
-        applied.begin(None if documents is None else order_of(documents, applied.group.size))
+        applied.begin(None if documents is None else order_of(documents, applied.parts))
         part = batch.split(named, applied.group, shift=shifts, counted=counted, masked=True, order=applied.order)
-        if "use_cache" in parameters_of(self._kind):
-            # A cache would have this rank's tokens only.
-            part["use_cache"] = False
         if self.check is None:
             output = forward(**part)
         else:
-            with Following(self.check):
-                output = followed(name, self.check, part, applied, partial(forward, **part))
+            with Following(self.check), followed(name, self.check, part, applied):
+                output = forward(**part)
         applied.require_attention(name)
         # A loss that was computed otherwise would be the mean over this rank's tokens only.
         if "labels" in part and not applied.losses and not shifts and hasattr(output, "loss"):
@@ -217,112 +199,73 @@ class _Parts:
         return output
 
     def attention(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        is_causal: bool | None = None,
-        **extras: Any,
-    ) -> tuple[Tensor, None]:
-        """Attention function in the signature of transformers."""
-        if not self._applied.replaces:
-            attention = sys.modules[type(module).__module__].eager_attention_forward if self._own is None else self._own
-            output: tuple[Tensor, None] = attention(
-                module,
-                query,
-                key,
-                value,
-                attention_mask,
-                dropout=dropout,
-                scaling=scaling,
-                is_causal=is_causal,
-                **extras,
-            )
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **settings: Any
+    ) -> tuple[Tensor, Any]:
+        """Attention function in the signature of transformers, by any mask: (batch, heads, sequence, width)."""
+        applied, mask = self._applied, attention_mask
+        if not applied.replaces:
+            output: tuple[Tensor, Any] = attention_of(self._own, module)(module, query, key, value, mask, **settings)
             return output
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        extras |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
-        return self._exact(module, query, key, value, attention_mask, causal, extras), None
+        self._require_spread(module, query, key, mask, settings)
+        causal = settings.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        options: dict[str, Any] = {}
+        if applied.sends and self._ring:
+            options = self._for_ring(module, query, key, value, mask, causal, settings)
+        elif applied.sends:
+            options["run"] = of_heads(module, self._own, applied.group.rank, query.shape[1], mask, settings)
+        out = applied.attend(query, key, value, settings.get("scaling"), **options)
+        return out.transpose(1, 2).contiguous(), None
 
-    def _exact(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        extras: dict[str, Any],
-    ) -> Tensor:
-        """Compute attention by any mask; (batch, sequence, heads, width)."""
+    def _require_spread(
+        self, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, settings: Mapping[str, Any]
+    ) -> None:
+        """Raise Unsupported if attention is not what ranks compute together."""
         # Not of the last forward: this may be a recomputation of one before it.
         rows, length = query.shape[0], query.shape[2] * self._applied.group.size
         reason = ""
-        if extras["dropout"] > 0:
-            reason = f"its attention has dropout {extras['dropout']:g}, which ranks would have to draw alike"
-        elif extras.get("position_bias") is not None:
+        if settings.get("dropout", 0.0) > 0:
+            reason = f"its attention has dropout {settings['dropout']:g}, which ranks would have to draw alike"
+        elif settings.get("position_bias") is not None:
             reason = "its attention adds a bias to scores"
-        elif self._ring and self._own is not None and extras.get("softcap") is not None:
-            reason = f"sdpa does not cap its attention's scores at {extras['softcap']}: build it with eager attention"
+        elif self._applied.strategy == "ring" and self._own is not None and settings.get("softcap") is not None:
+            reason = f"sdpa does not cap its attention's scores at {settings['softcap']}: build it with eager attention"
         elif query.shape[2] != key.shape[2]:
             reason = f"it has {query.shape[2]} queries and {key.shape[2]} keys, which should be of one sequence"
         elif mask is not None and self._applied.sends and (mask.shape[0], *mask.shape[-2:]) != (rows, length, length):
             reason = f"it has a mask of its own, of shape {tuple(mask.shape)}"
         if reason:
             raise refuse(self._name(module), reason)
-        applied, special = self._applied, [extras.get(name) for name in ("softcap", "s_aux")]
-        if self._ring:
-            return self._passed(module, query, key, value, mask, causal, extras).transpose(1, 2).contiguous()
-        # Where no mask is made, what is left of a window sees the whole sequence.
-        if mask is None and causal and applied.strategy == AUTO and special == [None, None] and self._own is not None:
-            return applied.attend(query, key, value, extras["scaling"]).transpose(1, 2).contiguous()
-        run = of_heads(module, self._own, applied.group.rank, query.shape[1], mask, extras)
-        return applied.attend_by_heads(run, query, key, value).transpose(1, 2).contiguous()
 
-    def _passed(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        extras: dict[str, Any],
-    ) -> Tensor:
-        """Compute attention with keys going around the ranks."""
-        if not self._applied.sends:
-            return self._applied.attend(query, key, value, None)
-        eager, options = self._own is None, dict[str, Any](mask=mask)
-        if eager:  # torch's attention takes neither
-            options |= {"cap": extras.get("softcap"), "sinks": extras.get("s_aux")}
-        options = {name: option for name, option in options.items() if option is not None}
-        if options.get("sinks") is not None and options["sinks"].numel() != query.shape[1]:
-            reason = f"it has {options['sinks'].numel()} sinks for {query.shape[1]} heads of this rank"
+    def _for_ring(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, settings: Any
+    ) -> dict[str, Any]:
+        """Return the options of attention with keys that go around the ranks."""
+        eager = self._own is None
+        # torch's attention takes neither caps nor sinks.
+        special = {"cap": settings.get("softcap"), "sinks": settings.get("s_aux")} if eager else {}
+        options = {name: option for name, option in {"mask": mask, **special}.items() if option is not None}
+        if "sinks" in options and options["sinks"].numel() != q.shape[1]:
+            reason = f"it has {options['sinks'].numel()} sinks for {q.shape[1]} heads of this rank"
             raise refuse(self._name(module), reason, "set mesh.tensor or mesh.context to 1")
         if mask is None and (eager or not causal):  # it sees all tokens
-            options["pairs"] = RulePairs([], self._applied.group.size, query.shape[2] * self._applied.group.size)
+            options["pairs"] = RulePairs([], self._applied.parts, q.shape[2] * self._applied.group.size)
         if eager and module not in self._proven:
-            self._prove(module, query, key, value, options, extras)
+            self._prove(module, q, k, v, settings=settings, options=options)
             self._proven.add(module)
-        return self._applied.attend(query, key, value, extras["scaling"], **options)
+        return options
 
-    def _prove(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Any, extras: dict[str, Any]
-    ) -> None:
+    def _prove(self, module: nn.Module, *tensors: Tensor, settings: dict[str, Any], options: dict[str, Any]) -> None:
         """Raise Unsupported if the attention of the model's own file computes something else than ``ring``."""
         generator, alone = torch.Generator().manual_seed(0), cast("Group", SimpleNamespace(size=1, rank=0))
-        with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-            shapes = [(1, x.shape[1], 4, x.shape[3]) for x in (query, key, value)]
-            wide = torch.promote_types(query.dtype, torch.float32)
-            q, k, v = (torch.randn(shape, generator=generator).to(query.device, wide) for shape in shapes)
-            later = q.new_full((1, 1, 4, 4), torch.finfo(q.dtype).min).triu(1)
-            function = sys.modules[type(module).__module__].eager_attention_forward
-            want = function(module, q, k, v, later, **extras)[0].transpose(1, 2)
+        device, wide = tensors[0].device, torch.promote_types(tensors[0].dtype, torch.float32)
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            shapes = [(1, x.shape[1], 4, x.shape[3]) for x in tensors]
+            q, k, v = (torch.randn(shape, generator=generator).to(device, wide) for shape in shapes)
+            later = q.new_full((1, 1, 4, 4), torch.finfo(wide).min).triu(1)
+            want = attention_of(None, module)(module, q, k, v, later, **settings)[0].transpose(1, 2)
             special = {name: options.get(name) for name in ("sinks", "cap")}
-            computed = ring(q, k, v, alone, 0, extras["scaling"], CausalPairs(1), **special)
+            computed = ring(q, k, v, alone, 0, settings.get("scaling"), CausalPairs(1), **special)
         if not torch.allclose(computed, want, rtol=1e-3, atol=1e-4):
             reason = "its eager attention is not the usual product of probabilities and values"
             raise refuse(self._name(module), reason, "take the strategy ulysses, and ranks that divide the heads")
@@ -337,22 +280,20 @@ class _Parts:
         if not self._applied.replaces:
             return self._own_mask(*args, **kwargs)
         name, applied, (rows, length) = self._kind.__name__, self._applied, self._whole.shape
-        ranks, shape = applied.group.size, (rows, 1, length, length)
+        shape = (rows, 1, length, length)
         if not applied.sends:  # numbers of tokens are not there to be read
             plain = self._whole.causal(name, kwargs)
-            return None if plain else stand_in(CausalPairs(ranks), shape, kwargs["device"])
+            return None if plain else stand_in(CausalPairs(applied.parts), shape, kwargs["device"])
         if not self._ring:
             return self._whole.make(self._own is None, name, kwargs)
         rules = self._whole.rules(name, kwargs)
         causal = [rule.name for rule in rules] == ["causal"]
         if causal and self._own is not None:
             return None
-        model = self._model()
-        modules = [] if model is None else [*model.modules()]
-        if self._own is None and self._whole.blind(rules) and not any(hasattr(module, "sinks") for module in modules):
+        if self._own is None and self._whole.blind(rules) and not self._has_sinks:
             reason = "in its eager attention tokens that see none, as padding before others, see all tokens alike"
             raise refuse(name, reason, "pad at the end, or take sdpa, or the strategy ulysses")
-        pairs = CausalPairs(ranks) if causal else RulePairs(rules, ranks, length, applied.order)
+        pairs = CausalPairs(applied.parts) if causal else RulePairs(rules, applied.parts, length, applied.order)
         return stand_in(pairs, shape, kwargs["device"])
 
 

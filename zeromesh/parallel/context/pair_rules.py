@@ -102,7 +102,7 @@ class RulePairs(CausalPairs):
         """``order`` has the tokens as ``sequence_order.keep`` cuts them, int64 of shape (samples, sequence)."""
         super().__init__(ranks)
         self._rules, half = rules, length // ranks // 2
-        self._found: dict[tuple[int, int], list[PairBlock]] = {}  # pieces, by rank and source
+        self._pieces: dict[tuple[int, int], list[PairBlock]] = {}  # pieces, by rank and source
         tile = min(max(LEAST_TILE, -(-2 * half // TILES)), MOST_TILE)
         # Of either half, as tokens far from each other leave nothing out.
         self._ranges = [
@@ -129,9 +129,9 @@ class RulePairs(CausalPairs):
 
     def pieces(self, rank: int, source: int, length: int) -> list[PairBlock]:
         """See ``CausalPairs.pieces``."""
-        if (rank, source) not in self._found:
-            self._found[rank, source] = self._find(rank, source)
-        return self._found[rank, source]
+        if (rank, source) not in self._pieces:
+            self._pieces[rank, source] = self._find(rank, source)
+        return self._pieces[rank, source]
 
     def _find(self, rank: int, source: int) -> list[PairBlock]:
         count = len(self._ranges)

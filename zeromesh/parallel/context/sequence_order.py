@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
-
-
-def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
-    """Return the two chunks of a rank, in their order."""
-    # The sequence is cut into twice as many chunks as there are ranks (zigzag). Under a causal mask a chunk sees those
-    # before it, so a rank with one early and one late chunk has as much to compute as any other. (Brandon et al.,
-    # "Striped Attention", 2023, balance the ring by another order; this one keeps blocks whole.)
-    return rank, 2 * ranks - 1 - rank
 
 
 def require_length(length: int, ranks: int) -> None:
@@ -32,15 +26,19 @@ def keep(x: Tensor, rank: int, ranks: int, dim: int) -> Tensor:
     if ranks == 1:
         return x
     require_length(x.shape[dim], ranks)
-    parts = x.chunk(2 * ranks, dim)
-    return torch.cat([parts[chunk] for chunk in chunks_of(rank, ranks)], dim)
+    # The sequence is cut into twice as many chunks as there are ranks (zigzag). Under a causal mask a chunk sees those
+    # before it, so a rank with one early and one late chunk has as much to compute as any other. (Brandon et al.,
+    # "Striped Attention", 2023, balance the ring by another order; this one keeps blocks whole.)
+    chunks = x.chunk(2 * ranks, dim)
+    return torch.cat([chunks[rank], chunks[-1 - rank]], dim)
+
+
+def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Return the whole of which ``keep`` gives these parts, by rank."""
+    halves = [part.chunk(2, dim) for part in parts]
+    return torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)], dim)
 
 
 def reordered(x: Tensor, order: Tensor) -> Tensor:
     """Return (samples, sequence, ...) with the tokens that ``order``, (samples, sequence), names."""
     return x.take_along_dim(order.view(*order.shape, *[1] * (x.ndim - 2)), 1)
-
-
-def gathered_order(ranks: int) -> list[int]:
-    """Return the chunks of all ranks, rank by rank: entry p is the number in the sequence of the chunk at p."""
-    return [chunk for rank in range(ranks) for chunk in chunks_of(rank, ranks)]

@@ -4,47 +4,94 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeromesh.comm.collectives import Group
+from zeromesh.base.linear_arithmetic import autocast
+from zeromesh.comm.collectives import Group, Pending
 from zeromesh.parallel.context import attention_block as blocks
 from zeromesh.parallel.context.attention_block import AttentionBlock
 from zeromesh.parallel.context.pair_rules import CausalPairs, PairBlock
-from zeromesh.parallel.context.sequence_order import gathered_order
+from zeromesh.parallel.tensor.operators import move
 
-# Bytes that each rank sends, for c ranks and sizes of its parts of q, k, v and the result in their dtype:
-# ulysses: (q + k + v + result) (c-1)/c, and the same in the backward; repeated key heads count as often as they are.
-# ring: (k + v) (c-1), and in the backward the same, with (c-1) times their gradients in at least fp32. Of other masks
-# than causal, the number of ranks at those distances from which some rank sees keys stands for c-1.
+# Bytes that each rank sends, for r groups of u ranks that share heads, and sizes of its parts of q, k, v and the result
+# in their dtype:
+# heads: (q + k + v + result) (u-1)/u, and the same in the backward; repeated key heads count as often as they are.
+# ring: (k + v) (r-1), and in the backward the same, with (r-1) times their gradients in at least fp32. Of other masks
+# than causal, the number of groups at those distances from which some group sees keys stands for r-1.
 STRATEGIES = ("ring", "ulysses")
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-AUTO = "auto"  # ring for plain causal attention, and where ranks do not divide the heads; ulysses for all other
+AUTO = "auto"  # ring for plain causal attention; for all other as many ranks share heads as can
+
+
+class Subgroup:
+    """Some ranks of a group, which send to each other by their places among these.
+
+    Attributes:
+        size: number of them.
+        rank: place of this one.
+    """
+
+    def __init__(self, group: Group, ranks: Sequence[int]) -> None:
+        self._group, self._ranks = group, ranks
+        self.size, self.rank = len(ranks), ranks.index(group.rank)
+
+    def send_and_receive(self, sends: dict[int, Tensor], receives: dict[int, Tensor], tag: int, what: str) -> Pending:
+        """See ``Group.send_and_receive``."""
+        sends, receives = ({self._ranks[place]: x for place, x in messages.items()} for messages in (sends, receives))
+        return self._group.send_and_receive(sends, receives, tag, what)
+
+
+Ranks = Group | Subgroup
+
+
+def degree_of(strategy: str, ranks: int, heads: int | None, degree: int = 0) -> int:
+    """Return how many of the ranks share heads, neighbours each; 0: as many as the strategy takes.
+
+    ``heads`` are those of each layer of the model, None if they are not known. Raise ValueError for a degree that does
+    not divide the ranks and the heads, or of another strategy.
+    """
+    if degree and (ranks % degree or (strategy == "ulysses" and degree != ranks)):
+        works = [n for n in range(1, ranks + 1) if ranks % n == 0 and (n == ranks or strategy != "ulysses")]
+        raise ValueError(
+            f"context_parallel.ulysses_degree is {degree}, but of {ranks} context-parallel ranks under the strategy "
+            f"{strategy}, {' or '.join(map(str, works))} can share heads: set it to one of these, or leave it out"
+        )
+    chosen = degree or {"ring": 1, "ulysses": ranks, AUTO: math.gcd(ranks, heads or ranks)}[strategy]
+    if heads is not None:
+        require_heads(heads, chosen)
+    return chosen
 
 
 def attend(
-    strategy: str, q: Tensor, k: Tensor, v: Tensor, group: Group, tag: int, scale: float | None = None
+    degree: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group,
+    tag: int,
+    sinks: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
-    """Compute attention by the strategy of a name, ``ring`` or ``ulysses``."""
-    return (ulysses if strategy == "ulysses" else ring)(q, k, v, group, tag, scale)
+    """Compute attention where ``degree`` neighbours share heads, and keys and values go around these groups of ranks.
 
-
-def ulysses(q: Tensor, k: Tensor, v: Tensor, group: Group, tag: int, scale: float | None = None) -> Tensor:
-    """Compute causal attention with the heads spread over the ranks; arguments are those of ``by_heads``.
-
-    ``scale`` is the scale of the scores; None: the root of the width, inverted.
+    Arguments are those of ``by_heads`` and, as ``options``, of ``ring``; ``sinks`` are those of all heads.
     """
+    # The tokens of such neighbours together are the part that one rank has where there are as many ranks as groups.
+    first, place = group.rank - group.rank % degree, group.rank % degree
+    sharing = Subgroup(group, range(first, first + degree))
+    if sinks is not None:
+        options["sinks"] = sinks.flatten().chunk(degree)[place]
+    passing = Subgroup(group, range(place, group.size, degree))
+    return by_heads(partial(ring, group=passing, tag=tag, **options), q, k, v, sharing, tag)
 
-    def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=k.shape[1] != q.shape[1])
 
-    return by_heads(causal, q, k, v, group, tag)
-
-
-def by_heads(run: Attention, q: Tensor, k: Tensor, v: Tensor, group: Group, tag: int) -> Tensor:
+def by_heads(run: Attention, q: Tensor, k: Tensor, v: Tensor, group: Ranks, tag: int) -> Tensor:
     """Compute attention with the heads spread over the ranks (Jacobs et al., "DeepSpeed Ulysses", 2023).
 
     Args:
@@ -52,10 +99,10 @@ def by_heads(run: Attention, q: Tensor, k: Tensor, v: Tensor, group: Group, tag:
         q: this rank's part of the queries, (batch, heads, sequence, width).
         k: the same of the keys, whose heads may be fewer; each serves several of the queries' in their order.
         v: values, with as many heads as the keys.
-        group: the ranks along the context axis, which divide the heads.
+        group: the ranks that share heads, whose number divides these.
         tag: distinguishes operators that are under way at the same time.
     """
-    q, k, v = _in_one_dtype(q, k, v)
+    q, k, v = (autocast(x) for x in (q, k, v))
     ranks, heads = group.size, q.shape[1]
     if ranks > 1:
         require_heads(heads, ranks)
@@ -76,64 +123,42 @@ def require_heads(heads: int, ranks: int) -> None:
         raise ValueError(
             f"ulysses gives each context-parallel rank the same number of heads, but {ranks} ranks do not divide "
             f"{heads} heads ({heads} / {ranks} = {heads / ranks:g}); numbers of ranks that work are {works}: set "
-            "mesh.context to one of them, or use the strategy ring, which takes any"
+            "mesh.context or context_parallel.ulysses_degree to one of them, or use the strategy ring, which takes any"
         )
 
 
-def _to_heads(parts: list[Tensor], group: Group, tag: int) -> list[Tensor]:
+def _to_heads(parts: list[Tensor], group: Ranks, tag: int) -> list[Tensor]:
     """Exchange all heads of this rank's part of the sequence for some heads of the whole, in one all-to-all."""
-    ranks = group.size
-    rows = [x.unflatten(1, (ranks, -1)).movedim(1, 0) for x in parts]
+    # By rank, batch, head, chunk, token and width: the first chunk of each rank comes before all second ones, whose
+    # order is that of the ranks from the last on.
+    rows = [x.unflatten(1, (group.size, -1)).unflatten(3, (2, -1)).movedim(1, 0) for x in parts]
     swapped = _swap(torch.cat([x.flatten(1) for x in rows], 1), group, tag)
     outputs = []
-    for x, y in zip(rows, swapped.split([math.prod(x.shape[1:]) for x in rows], 1), strict=True):
-        # (ranks, batch, heads, their two chunks, tokens, width) to the chunks in the order of the sequence
-        y = y.view(x.shape).unflatten(3, (2, -1)).permute(1, 2, 0, 3, 4, 5).flatten(2, 3)
-        outputs.append(y.index_select(2, torch.tensor(gathered_order(ranks), device=y.device).argsort()).flatten(2, 3))
+    for x, y in zip(rows, swapped.split([x[0].numel() for x in rows], 1), strict=True):
+        early, late = y.view(x.shape).unbind(3)
+        outputs.append(torch.cat([early, late.flip(0)]).movedim(0, 2).flatten(2, 3))
     return outputs
 
 
-def _to_sequence(x: Tensor, group: Group, tag: int) -> Tensor:
+def _to_sequence(x: Tensor, group: Ranks, tag: int) -> Tensor:
     """Exchange some heads of the whole sequence for all heads of this rank's part."""
-    ranks = group.size
-    chunks = x.unflatten(2, (2 * ranks, -1))
-    order = torch.tensor(gathered_order(ranks), device=x.device)
-    rows = chunks.index_select(2, order).unflatten(2, (ranks, 2)).movedim(2, 0)
-    swapped = _swap(rows.flatten(1), group, tag).view(rows.shape)
+    early, late = x.unflatten(2, (2, group.size, -1)).unbind(2)
+    swapped = _swap(torch.stack([early, late.flip(2)], 3).movedim(2, 0), group, tag)
     # (ranks, batch, heads, chunks, tokens, width) to (batch, all heads, sequence, width)
     part: Tensor = swapped.movedim(0, 1).flatten(1, 2).flatten(2, 3)
     return part
 
 
-def _swap(rows: Tensor, group: Group, tag: int) -> Tensor:
-    """Exchange the rows of a matrix: row r goes to rank r, and comes from there. It is its own transpose."""
-    swapped: Tensor = _Swap.apply(rows, group, tag)  # type: ignore[no-untyped-call]
-    return swapped
-
-
-class _Swap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: Group, tag: int) -> Tensor:
-        ctx.settings = (group, tag)
-        rows = rows.contiguous()
-        received = torch.empty_like(rows)
-        others = [(group.rank + distance) % group.size for distance in range(1, group.size)]
-        sends, receives = {peer: rows[peer] for peer in others}, {peer: received[peer] for peer in reversed(others)}
-        swapping = group.send_and_receive(sends, receives, tag, "all_to_all")
-        received[group.rank].copy_(rows[group.rank])
-        swapping.wait()
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _swap(gradient, *ctx.settings), None, None
+def _swap(parts: Tensor, group: Ranks, tag: int) -> Tensor:
+    """Give rank r part r of the first dim, and take its in return."""
+    return move(parts, "swap", cast("Group", group), tag)  # which takes nothing of a group but its messages
 
 
 def ring(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    group: Group,
+    group: Ranks,
     tag: int,
     scale: float | None = None,
     pairs: CausalPairs | None = None,
@@ -142,57 +167,78 @@ def ring(
 ) -> Tensor:
     """Compute attention with keys and values going around the ranks (Liu et al., "Ring Attention", 2023).
 
-    Arguments and result are those of ``ulysses``; the tag after ``tag`` is used, too. ``pairs`` are those that see each
-    other (None: causal attention), ``sinks`` has a score for each head that takes its share of the weights, and ``cap``
-    is that of ``AttentionBlock``. It can be differentiated once. Of a query that sees no key, the result is zero.
+    Arguments and result are those of ``by_heads``; the tag after ``tag`` is used, too. ``scale`` is the scale of the
+    scores (None: the root of the width, inverted), ``pairs`` are those that see each other (None: causal attention),
+    ``sinks`` has a score for each head that takes its share of the weights, and ``cap`` is that of ``AttentionBlock``.
+    It can be differentiated once, causal attention on one rank more often. Of a query that sees no key, the result is
+    zero.
     """
-    q, k, v = _in_one_dtype(q, k, v)
     if group.size == 1 and (pairs, sinks, cap) == (None, None, None):
-        return ulysses(q, k, v, group, tag, scale)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=k.shape[1] != q.shape[1])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    pairs = CausalPairs(group.size) if pairs is None else pairs
-    out: Tensor = _Ring.apply(q, k, v, sinks, group, tag, scale, pairs, cap)  # type: ignore[no-untyped-call]
+    travel = _Travel(group, tag, scale, CausalPairs(group.size) if pairs is None else pairs, cap, k.shape, v.shape)
+    out: Tensor = _Ring.apply(q, k, v, sinks, travel)  # type: ignore[no-untyped-call]
     return out
+
+
+@dataclass(frozen=True)
+class _Travel:
+    """Way of a rank's keys and values, in one buffer, around the ranks."""
+
+    group: Ranks
+    tag: int
+    scale: float
+    pairs: CausalPairs
+    cap: float | None
+    key_shape: torch.Size
+    value_shape: torch.Size
+
+    def around(self, packed: Tensor) -> Iterator[tuple[int, Tensor, int]]:
+        """Yield each rank whose keys some rank sees, its buffer, and how far that travels next.
+
+        This rank's own comes first. The next one travels while one is used.
+        """
+        rank, size, present, at = self.group.rank, self.group.size, packed, 0
+        for distance in self.pairs.steps:
+            hop, coming = distance - at, torch.empty_like(packed)
+            sends, receives = {(rank + hop) % size: present}, {(rank - hop) % size: coming}
+            arriving = self.group.send_and_receive(sends, receives, self.tag, "ring")
+            yield (rank - at) % size, present, hop
+            arriving.wait()
+            present, at = coming, distance
+        yield (rank - at) % size, present, size - at
+
+    def unpack(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = buffer.split([self.key_shape.numel(), self.value_shape.numel()])
+        return keys.view(self.key_shape), values.view(self.value_shape)
+
+    def pieces(self, source: int, q: Tensor) -> list[PairBlock]:
+        return self.pairs.pieces(self.group.rank, source, q.shape[2])
+
+    def block(self, q: Tensor, present: Tensor, piece: PairBlock, source: int) -> AttentionBlock:
+        keys, values = (x[piece.samples, :, piece.columns] for x in self.unpack(present))
+        mask = self.pairs.mask(piece, self.group.rank, source)
+        return AttentionBlock(q[piece.samples, :, piece.rows], keys, values, piece.causal, self.scale, mask, self.cap)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        group: Group,
-        tag: int,
-        scale: float,
-        pairs: CausalPairs,
-        cap: float | None,
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, travel: _Travel) -> Tensor:
         # Results of many blocks are added up: in 16 bits their errors would, too.
         wide = torch.promote_types(q.dtype, torch.float32)
         packed = torch.cat([k.reshape(-1), v.reshape(-1)])
-        ctx.settings = (k.shape, v.shape, group, tag, scale, pairs, cap)
-        out: Tensor | None = None
-        lse = q.new_empty(0)
-        for source, present, _ in _around(packed, group, tag, pairs.steps):
-            for piece in pairs.pieces(group.rank, source, q.shape[2]):
-                part, its = blocks.attend(_block(q, present, piece, source, ctx.settings))
-                if out is None and piece.rows == piece.samples == slice(None):  # what it would be added to is zero
-                    out, lse = part.to(wide), its
-                    continue
-                if out is None:
-                    out, lse = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=wide), its.new_tensor(-torch.inf)
-                    lse = lse.repeat(q.shape[:3])
+        ctx.travel = travel
+        out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=wide)
+        lse = out.new_full(q.shape[:3], -torch.inf)
+        for source, present, _ in travel.around(packed):
+            for piece in travel.pieces(source, q):
+                part, part_lse = blocks.attend(travel.block(q, present, piece, source))
                 # The results of different keys are weighted by their log-sum-exp: a sigmoid of the difference, as
                 # exponentials of either would overflow. That of no keys at all is -inf.
-                mine, before = out[piece.samples, :, piece.rows], lse[piece.samples, :, piece.rows]
-                share = torch.where(its == -torch.inf, 0.0, torch.sigmoid(its - before))
-                mine.lerp_(part.to(wide), share.unsqueeze(-1))
-                before.copy_(torch.logaddexp(before, its))
-        if out is None:
-            out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=wide)
-            lse = out.new_full(q.shape[:3], -torch.inf)
+                sums, sums_lse = (x[piece.samples, :, piece.rows] for x in (out, lse))
+                share = torch.where(part_lse == -torch.inf, 0.0, torch.sigmoid(part_lse - sums_lse))
+                sums.lerp_(part.to(wide), share.unsqueeze(-1))
+                sums_lse.copy_(torch.logaddexp(sums_lse, part_lse))
         if sinks is not None:
             scores = sinks.to(lse).view(-1, 1)
             out, lse = out * torch.sigmoid(lse - scores).unsqueeze(-1), torch.logaddexp(lse, scores)
@@ -209,73 +255,36 @@ class _Ring(torch.autograd.Function):
                 "(create_graph=True): use the strategy ulysses, which can be differentiated more often"
             )
         q, packed, sinks, out, lse = ctx.saved_tensors
-        key_shape, value_shape, group, tag, _, pairs, _ = ctx.settings
+        travel, group = ctx.travel, ctx.travel.group
         wide = torch.promote_types(q.dtype, torch.float32)
         dq = torch.zeros_like(q, dtype=wide)
         own_gradients, travelling = (torch.zeros_like(packed, dtype=wide) for _ in range(2))
         # The gradients of keys and values travel with them, one step behind: what the ranks before this one found for
         # the present keys arrives while this one's share is computed.
         arriving, landing = None, travelling
-        for source, present, hop in _around(packed, group, tag, pairs.steps):
+        for source, present, hop in travel.around(packed):
             total = own_gradients if source == group.rank else landing
-            for piece in pairs.pieces(group.rank, source, q.shape[2]):
-                block = _block(q, present, piece, source, ctx.settings)
-                mine = piece.samples, slice(None), piece.rows
-                of_queries, *rest = blocks.gradients(block, gradient[mine], out[mine], lse[mine])
-                dq[mine] += of_queries
+            for piece in travel.pieces(source, q):
+                block = travel.block(q, present, piece, source)
+                rows = piece.samples, slice(None), piece.rows
+                of_queries, *of_keys = blocks.gradients(block, gradient[rows], out[rows], lse[rows])
+                dq[rows] += of_queries
                 if arriving is not None:
                     arriving.wait()
-                for x, more in zip(_unpack(total, key_shape, value_shape), rest, strict=True):
+                for x, more in zip(travel.unpack(total), of_keys, strict=True):
                     x[piece.samples, :, piece.columns] += more
             if arriving is not None:
                 arriving.wait()
             if source != group.rank:
                 landing = torch.empty_like(total)
                 ahead, behind = (group.rank + hop) % group.size, (group.rank - hop) % group.size
-                arriving = group.send_and_receive({ahead: total}, {behind: landing}, tag + 1, "ring gradients")
+                arriving = group.send_and_receive({ahead: total}, {behind: landing}, travel.tag + 1, "ring gradients")
         if arriving is not None:
             arriving.wait()
             own_gradients += landing  # what all others found for this rank's keys
-        dk, dv = _unpack(own_gradients.to(q.dtype), key_shape, value_shape)
+        dk, dv = travel.unpack(own_gradients.to(q.dtype))
         of_sinks = None
         if sinks is not None:
             weights = torch.exp(sinks.to(lse).view(-1, 1) - lse)
             of_sinks = -(weights * (gradient.to(wide) * out).sum(-1)).sum((0, 2)).view(sinks.shape).to(sinks.dtype)
-        return dq.to(q.dtype), dk, dv, of_sinks, None, None, None, None, None
-
-
-def _block(q: Tensor, present: Tensor, piece: PairBlock, source: int, settings: tuple[Any, ...]) -> AttentionBlock:
-    key_shape, value_shape, group, _, scale, pairs, cap = settings
-    keys, values = (x[piece.samples, :, piece.columns] for x in _unpack(present, key_shape, value_shape))
-    mask = pairs.mask(piece, group.rank, source)
-    return AttentionBlock(q[piece.samples, :, piece.rows], keys, values, piece.causal, scale, mask, cap)
-
-
-def _around(packed: Tensor, group: Group, tag: int, steps: Sequence[int]) -> Iterator[tuple[int, Tensor, int]]:
-    """Yield each rank at one of these distances behind this one, its buffer, and how far that travels next.
-
-    This rank's own comes first. The next one travels while one is used.
-    """
-    rank, size, present, at = group.rank, group.size, packed, 0
-    for distance in steps:
-        hop = distance - at
-        coming = torch.empty_like(packed)
-        travel = group.send_and_receive({(rank + hop) % size: present}, {(rank - hop) % size: coming}, tag, "ring")
-        yield (rank - at) % size, present, hop
-        travel.wait()
-        present, at = coming, distance
-    yield (rank - at) % size, present, size - at
-
-
-def _unpack(buffer: Tensor, key_shape: torch.Size, value_shape: torch.Size) -> tuple[Tensor, Tensor]:
-    keys, values = buffer.split([key_shape.numel(), value_shape.numel()])
-    return keys.view(key_shape), values.view(value_shape)
-
-
-def _in_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast inputs as torch's attention does under autocast."""
-    device = q.device.type
-    if not torch.is_autocast_enabled(device) or q.dtype == torch.float64:
-        return q, k, v
-    dtype = torch.get_autocast_dtype(device)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+        return dq.to(q.dtype), dk, dv, of_sinks, None

@@ -13,7 +13,7 @@ from zeromesh.parallel.context import followed_sequences as followed
 from zeromesh.parallel.context import huggingface_decoders as huggingface
 from zeromesh.parallel.context import torch_attention as plain
 from zeromesh.parallel.context.applied import SpreadSequences, Unsupported, refuse
-from zeromesh.parallel.context.spread_attention import AUTO, STRATEGIES
+from zeromesh.parallel.context.spread_attention import AUTO, STRATEGIES, degree_of
 
 TAG = 8  # first of three on the context axis that nothing else uses
 
@@ -25,6 +25,8 @@ def apply(
     tag: int = TAG,
     unchecked: Sequence[str] = (),
     others: Sequence[str] = (),
+    degree: int = 0,
+    tensor: int = 1,
 ) -> SpreadSequences:
     """Change a model in place: it is called as before, with whole sequences, and each rank computes its part.
 
@@ -36,18 +38,21 @@ def apply(
     module that calls ``F.scaled_dot_product_attention(is_causal=True)``, takes the positions of its tokens, and whose
     labels are those of the next tokens. Raise Unsupported for others, some only in a forward. Code that is not of
     transformers is checked, but for modules whose names fit a pattern in ``unchecked``: they compute each token by
-    itself.
+    itself. ``degree`` is the number of ranks that share heads, which ``tensor`` ranks divide among them; 0: as many as
+    the strategy takes.
     """
     if strategy not in (*STRATEGIES, AUTO):
         raise ValueError(f"the strategy is {strategy!r}, but it must be one of {', '.join((*STRATEGIES, AUTO))}")
-    applied = SpreadSequences(strategy, group, tag)
-    applied.others = others
-    if group.size == 1:
-        return applied
     # To import transformers takes seconds, and a model of it cannot be there without.
     utils = sys.modules.get("transformers.modeling_utils")
     models = [module for module in model.modules() if utils is not None and isinstance(module, utils.PreTrainedModel)]
     target: Any = models[0] if models else model
+    heads = getattr(target.config, "num_attention_heads", None) if models else None
+    sharing = degree_of(strategy, group.size, (heads // tensor or heads) if isinstance(heads, int) else None, degree)
+    applied = SpreadSequences(strategy, group, tag, sharing, 1 if strategy == AUTO and not degree else sharing)
+    applied.others = others
+    if group.size == 1:
+        return applied
     inside = {*target.modules()}
     outside = [
         type(module)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeromesh.parallel.context import spread_batch as batch
-from zeromesh.parallel.context.applied import SpreadSequences, named_arguments, parameters_of, refuse, replace_forward
+from zeromesh.parallel.context.applied import SpreadSequences, named_arguments, parameters_of, refuse
+from zeromesh.parallel.follow.activation_parts import replace_forward
 from zeromesh.parallel.follow.split_activation import SplitActivation
 from zeromesh.parallel.follow.token_check import Following, TokenCheck, alone
-from zeromesh.parallel.follow.tokens import MixesTokens, OfLabels
+from zeromesh.parallel.follow.tokens import OfLabels
 from zeromesh.parallel.tensor.split_plan import matches
 
 # Layers of torch that mix positions in their own way.
@@ -44,9 +45,9 @@ def install(model: nn.Module, applied: SpreadSequences, unchecked: Sequence[str]
     # In all modules, not only the whole, as a checkpointed module runs again on its own in the backward.
     for path, module in model.named_modules():
         if not type(module).__module__.startswith("torch.nn"):
-            replace_forward(module, _Interception(path or name, applied, check).run)
+            replace_forward(module, partial(_Interception(path or name, applied, check).run, module.forward))
     check.install(model)
-    replace_forward(model, partial(_run, type(model), positions, applied, check))
+    replace_forward(model, partial(_run, type(model), positions, applied, check, model.forward))
 
 
 def check_of(
@@ -91,7 +92,8 @@ def _run(
         return forward(*args, **kwargs)
     applied.begin()
     part = batch.split(named_arguments(kind, args, kwargs), applied.group, positions, shift=False)
-    output = followed(kind.__name__, check, part, applied, partial(forward, **part))
+    with followed(kind.__name__, check, part, applied):
+        output = forward(**part)
     applied.require_attention(kind.__name__)
     if "labels" not in part:
         return output
@@ -104,8 +106,10 @@ def _run(
     return applied.mean_loss(output, part["labels"])
 
 
-def require_apart(name: str, check: TokenCheck, part: dict[str, Any], applied: SpreadSequences) -> None:
-    """Raise Unsupported if the model's code mixes tokens outside of attention; see ``TokenCheck.begin``."""
+def followed(
+    name: str, check: TokenCheck, part: dict[str, Any], applied: SpreadSequences
+) -> AbstractContextManager[None]:
+    """Return a context of a forward of some arguments. It raises Unsupported for code that mixes tokens elsewhere."""
 
     def call(model: nn.Module, run: Any) -> None:
         arguments = dict(part)
@@ -119,36 +123,10 @@ def require_apart(name: str, check: TokenCheck, part: dict[str, Any], applied: S
         with applied.without_messages():
             model(**arguments)
 
-    with _refused(name):
-        check.begin(part, call)
-
-
-def followed(
-    name: str, check: TokenCheck, part: dict[str, Any], applied: SpreadSequences, forward: Callable[[], Any]
-) -> Any:
-    """Return what a forward does whose code was checked. Raise Unsupported if it takes a way that mixes tokens."""
-    torch.compiler.disable(require_apart)(name, check, part, applied)
-    completed = False
-    try:
-        output = forward()
-        completed = True
-    finally:
-        with _refused(name):
-            torch.compiler.disable(check.end)(completed)
-    return output
-
-
-@contextmanager
-def _refused(name: str) -> Iterator[None]:
-    try:
-        yield
-    except MixesTokens as error:
-        raise refuse(
-            name,
-            str(error),
-            "name the module in context_parallel.unchecked if it computes each token by itself, or set "
-            "mesh.context to 1",
-        ) from None
+    remedy = (
+        "name the module in context_parallel.unchecked if it computes each token by itself, or set mesh.context to 1"
+    )
+    return check.followed(part, call, lambda reason: refuse(name, reason, remedy))
 
 
 # The replacement in force. A backward may run on a thread of its own, where none is.
@@ -189,35 +167,24 @@ class _Interception(Following):
         return (_inside.get() or self)._attend(*args, **(kwargs or {}))
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        require_plain(self._name, query, key, attn_mask, dropout_p, is_causal)
-        return self._applied.attend(query, key, value, scale)
-
-
-def require_plain(
-    name: str, query: Tensor, key: Tensor, mask: torch.Tensor | None, dropout: float, is_causal: bool
-) -> None:
-    """Raise Unsupported if a call of attention is more than causal attention of a sequence to itself."""
-    reason = ""
-    if mask is not None:
-        reason = f"its attention has a mask, of shape {tuple(mask.shape)}, where only is_causal=True can be spread"
-    elif not is_causal:
-        reason = "its attention is not causal"
-    elif dropout > 0:
-        reason = f"its attention has dropout {dropout:g}, which ranks would have to draw alike: set it to 0"
-    elif query.ndim != 4 or query.shape[2] != key.shape[2]:
-        reason = (
-            f"its queries have shape {tuple(query.shape)} and its keys {tuple(key.shape)}, where both should be "
-            "(batch, heads, sequence, width) with one sequence, and no cache"
-        )
-    if reason:
-        raise refuse(name, reason)
+        """Compute attention over the ranks. Raise Unsupported if it is more than causal, of a sequence to itself."""
+        settings = dict(zip(("dropout_p", "is_causal"), args, strict=False)) | kwargs
+        dropout, reason = settings.get("dropout_p", 0.0), ""
+        if attn_mask is not None:
+            reason = (
+                f"its attention has a mask, of shape {tuple(attn_mask.shape)}, where only is_causal=True can be spread"
+            )
+        elif not settings.get("is_causal"):
+            reason = "its attention is not causal"
+        elif dropout > 0:
+            reason = f"its attention has dropout {dropout:g}, which ranks would have to draw alike: set it to 0"
+        elif query.ndim != 4 or query.shape[2] != key.shape[2]:
+            reason = (
+                f"its queries have shape {tuple(query.shape)} and its keys {tuple(key.shape)}, where both should be "
+                "(batch, heads, sequence, width) with one sequence, and no cache"
+            )
+        if reason:
+            raise refuse(self._name, reason)
+        return self._applied.attend(query, key, value, settings.get("scale"))

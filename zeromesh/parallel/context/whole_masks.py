@@ -124,12 +124,17 @@ def _combined(function: Callable[..., Any], name: str) -> Iterator[tuple[str, An
         raise refuse(name, f"its attention has a mask of its own, by {kind}")
 
 
+def attention_of(function: Any, module: nn.Module) -> Any:
+    """Return an attention function of transformers; for None, the one that the module's own file defines."""
+    return sys.modules[type(module).__module__].eager_attention_forward if function is None else function
+
+
 def of_heads(
     module: nn.Module, function: Any, rank: int, heads: int, mask: Tensor | None, settings: dict[str, Any]
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return attention of some heads to all tokens, by an attention function of transformers.
+    """Return attention of some heads to all tokens, by a ``function`` as ``attention_of`` takes it.
 
-    ``function`` is None for the one that the module's own file defines. ``heads`` are those of all ``rank``s.
+    ``heads`` are those of all ``rank``s.
     """
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -139,8 +144,7 @@ def of_heads(
             name: some.part(value) if name == "s_aux" and isinstance(value, Tensor) else value
             for name, value in settings.items()
         }
-        attention = sys.modules[type(module).__module__].eager_attention_forward if function is None else function
-        out: Tensor = attention(some, query, key, value, mask, **extras)[0]
+        out: Tensor = attention_of(function, module)(some, query, key, value, mask, **extras)[0]
         return out.transpose(1, 2)
 
     return run

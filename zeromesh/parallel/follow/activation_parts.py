@@ -14,7 +14,6 @@ from torch.nn.functional import pad
 from zeromesh.base.dry.model_copy import files_of
 from zeromesh.base.split import Split
 from zeromesh.base.substitution import of_library
-from zeromesh.parallel.follow import split_views as split_views  # which registers rules
 from zeromesh.parallel.follow.split_activation import (
     Sealed,
     SplitActivation,

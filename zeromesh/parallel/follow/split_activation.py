@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
+from itertools import islice
 from threading import get_ident
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -81,7 +82,7 @@ class Axis:
 class TensorAxis(Axis):
     """Messages over the tensor axis, with one tag: those of forwards and backwards follow one another."""
 
-    def __init__(self, group: Group, streams: RandomStreams, tag: int) -> None:
+    def __init__(self, group: Group, tag: int, streams: RandomStreams | None = None) -> None:
         self.size, self.group, self.tag = group.size, group, tag
         self._streams = streams
 
@@ -120,8 +121,8 @@ class TensorAxis(Axis):
         return self._move(share, "sum")
 
     def apart(self) -> AbstractContextManager[None]:
-        """Switch to this rank's stream of random numbers."""
-        return self._streams.apart()
+        """Switch to this rank's stream of random numbers, if there are streams."""
+        return nullcontext() if self._streams is None else self._streams.apart()
 
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -174,6 +175,14 @@ _sealed: dict[int, Sealed] = {}
 def is_sealed() -> bool:
     """Return whether a context of ``Sealed`` is in force in this thread."""
     return get_ident() in _sealed
+
+
+def frames() -> Iterator[FrameType]:
+    """Yield the frames of code that runs, from the caller's on."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _is_by_rule(frame: FrameType | None) -> bool:
@@ -348,7 +357,7 @@ def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
 def _require_fresh(func: Any, values: Any, writes: bool = False) -> None:
     """Refuse views of gathered wholes that are written to, or whose parts were."""
     views = [x for x in tensors_of(values) if isinstance(x, GatheredView)]
-    if not writes and not any(x.is_stale for x in views):
+    if not writes and all(version(x.part) == x.part_version for x in views):
         return
     raise NeedsWhole(
         f"{getattr(func, '__name__', func)} was given a view that was gathered of an activation of which each rank has "
@@ -366,7 +375,8 @@ def _read_only(x: Tensor, sources: Mapping[int, SplitActivation]) -> Tensor:
     if isinstance(x, SplitActivation) or _memory(x) not in sources:
         return x
     view = x.as_subclass(GatheredView)
-    view.follow(sources[_memory(x)])
+    part = view.part = sources[_memory(x)]
+    view.part_version = version(part)
     return view
 
 
@@ -374,16 +384,7 @@ class GatheredView(Tensor):
     """View of a gathered activation: what is written to it, or to the parts, would not reach the other."""
 
     part: SplitActivation
-    _version_of_part: int
-
-    def follow(self, part: SplitActivation) -> None:
-        """Remember the part that it is a view of, as it is now."""
-        self.part, self._version_of_part = part, version(part)
-
-    @property
-    def is_stale(self) -> bool:
-        """True if the part was written to since."""
-        return version(self.part) != self._version_of_part
+    part_version: int  # when it was gathered
 
     @classmethod
     def __torch_function__(
@@ -408,28 +409,22 @@ class GatheredView(Tensor):
 def _require_plain_code(values: list[Tensor]) -> None:
     """Refuse functions with a backward of their own, which would be given parts of gradients there."""
     part = next((x for x in values if isinstance(x, SplitActivation)), None)
-    frame = None if part is None else sys._getframe(1)
-    while frame is not None and part is not None:
+    for frame in frames() if part is not None else ():
         if frame.f_code is _APPLY and any(x.requires_grad for x in tensors_of(frame.f_locals.get("args"))):
             kind = frame.f_locals.get("cls", torch.autograd.Function)
             raise NeedsWhole(
                 f"{kind.__name__}.apply was given an activation of which each rank has a part, and its backward would "
                 "be given a part of the gradient",
-                part.split_dim.sources,
+                cast(SplitActivation, part).split_dim.sources,
             )
-        frame = frame.f_back
 
 
 def _require_no_checkpoint(x: SplitActivation) -> None:
     """Refuse a part as an argument of torch's checkpoint, which asks for its device first."""
     # What autograd keeps for a recomputation may come back as a plain tensor, which would stand for the whole.
-    frame: Any = sys._getframe(2)
-    for _ in range(8):
-        if frame is None or frame.f_code.co_name == "_infer_device_type":
-            break
-        frame = frame.f_back
     # A part of a sequence, whose tokens are checked, has no sources, and nothing is computed again.
-    if frame is not None and frame.f_code.co_name == "_infer_device_type" and x.split_dim.sources:
+    asking = (frame.f_code.co_name == "_infer_device_type" for frame in islice(frames(), 10))
+    if x.split_dim.sources and any(asking):
         raise NeedsWhole(
             "torch.utils.checkpoint was given an activation of which each rank has a part, and would compute again "
             "with the part alone",

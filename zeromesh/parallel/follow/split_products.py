@@ -103,12 +103,9 @@ def _attention(func: Any, args: Args, kwargs: Kwargs) -> Any:
             if part is None:
                 return NotImplemented
             operands[name] = part
-    now = {**arguments, **{name: part_of(operand) for name, operand in operands.items()}}
-    if arguments.get("dropout_p"):
-        with axis.apart():
-            result = func(**now)
-    else:
-        result = func(**now)
+    arguments |= {name: part_of(operand) for name, operand in operands.items()}
+    with axis.apart() if arguments.get("dropout_p") else nullcontext():
+        result = func(**arguments)
     return as_parts(result, replace(split_dim, sources=sources), axis)
 
 

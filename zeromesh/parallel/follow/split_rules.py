@@ -122,46 +122,14 @@ def beside(x: Tensor, place: int, split_dim: SplitDim, axis: Axis, most: float =
 
 
 # Functions that answer for a part as they would for the whole, or make tensors that have nothing to do with it.
-@rule(
-    "dim",
-    "ndimension",
-    "is_floating_point",
-    "is_complex",
-    "is_contiguous",
-    "element_size",
-    "get_device",
-    "__hash__",
-    "requires_grad_",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-    "new_empty",
-    "is_signed",
-    "is_inference",
-    "=requires_grad",
-    ".ndim",
-    ".dtype",
-    ".device",
-    ".requires_grad",
-    ".grad_fn",
-    ".is_leaf",
-    ".is_cuda",
-    ".is_meta",
-    ".is_cpu",
-    ".layout",
-    ".is_sparse",
-    ".is_quantized",
-    ".is_nested",
-    ".is_mkldnn",
-    ".itemsize",
-    "._version",
-    ".names",
-    ".is_xpu",
-    ".is_mps",
-    ".is_sparse_csr",
-    ".output_nr",
-    "._backward_hooks",
-)
+_ANSWERS = ("dim", "ndimension", "is_floating_point", "is_complex", "is_contiguous", "element_size", "get_device",
+    "__hash__", "requires_grad_", "new_zeros", "new_ones", "new_full", "new_empty", "is_signed", "is_inference",
+    "=requires_grad", ".ndim", ".dtype", ".device", ".requires_grad", ".grad_fn", ".is_leaf", ".is_cuda", ".is_meta",
+    ".is_cpu", ".layout", ".is_sparse", ".is_quantized", ".is_nested", ".is_mkldnn", ".itemsize", "._version", ".names",
+    ".is_xpu", ".is_mps", ".is_sparse_csr", ".output_nr", "._backward_hooks")  # fmt: skip
+
+
+@rule(*_ANSWERS)
 def _answer(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return func(*args, **kwargs)
 

@@ -80,29 +80,26 @@ def _reshaped(old: Sequence[int], split_dim: SplitDim, new: Sequence[int], axis:
     outer, rest = divmod(before, prod(new[:place]))
     if rest or new[place] % outer:
         return None
-    here = new[place] // outer
-    new_sections = _scaled(sections, here, split_dim.size, axis.size)
+    length = new[place] // outer
+    new_sections = _scaled(sections, length, split_dim.size, axis.size)
     if new_sections is not None:
-        return (
-            replace(split_dim, dim=place, sections=new_sections * outer)
-            if len(new_sections) * outer <= MOST_SECTIONS
-            else None
-        )
-    if outer == 1 and here > 1 and split_dim.size % here == 0:
+        merged = replace(split_dim, dim=place, sections=new_sections * outer)
+        return merged if len(merged.sections) <= MOST_SECTIONS else None
+    if outer == 1 and length > 1 and split_dim.size % length == 0:
         # Queries, keys and values get a dim of their own; each of them is split.
-        each = split_dim.size // here
+        each = split_dim.size // length
         if set(sections) == {each}:
             return _reshaped([*new[: place + 1], each, 1], SplitDim(place + 1, (each,), split_dim.sources), new, axis)
-        axis.wish(split_dim, [each] * here)
+        axis.wish(split_dim, [each] * length)
     return None
 
 
-def _scaled(sections: tuple[int, ...], here: int, size: int, ranks: int) -> tuple[int, ...] | None:
+def _scaled(sections: tuple[int, ...], length: int, size: int, ranks: int) -> tuple[int, ...] | None:
     """Return sections where a dim of a length takes in more dims, or is broken into several."""
-    if here % size == 0:
-        return tuple(section * (here // size) for section in sections)
-    each = size // here
-    if size % here or any(section % each or section // each % ranks for section in sections):
+    if length % size == 0:
+        return tuple(section * (length // size) for section in sections)
+    each = size // length
+    if size % length or any(section % each or section // each % ranks for section in sections):
         return None
     return tuple(section // each for section in sections)
 
@@ -254,18 +251,18 @@ def _getitem(func: Any, args: Args, kwargs: Kwargs) -> Any:
         items.append(...)
     place = items.index(...)
     items[place : place + 1] = [slice(None)] * (x.ndim - used)
-    dim, here, slicing = 0, 0, slice(None)
+    dim, result_dim, slicing = 0, 0, slice(None)
     for number, item in enumerate(items):
         if item is None:
-            here += dim <= x.split_dim.dim
+            result_dim += dim <= x.split_dim.dim
             continue
         if dim == x.split_dim.dim:
             if not isinstance(item, slice):
                 return NotImplemented
             slicing, items[number] = item, slice(None)
-            split_dim = replace(x.split_dim, dim=here)
+            split_dim = replace(x.split_dim, dim=result_dim)
         elif dim < x.split_dim.dim:
-            here += isinstance(item, slice)
+            result_dim += isinstance(item, slice)
         dim += 1
     part = as_parts(func(x, tuple(items)), split_dim, x.axis)
     start, stop, step = slicing.indices(split_dim.size)

@@ -8,8 +8,8 @@ import os
 import sys
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from itertools import count
@@ -125,6 +125,23 @@ class TokenCheck:
         """Return arguments of the model without memory, in the dtype that its parameters had."""
         return map_tensors(value, lambda x: on_meta(x.detach(), self._dtype))
 
+    @contextmanager
+    def followed(self, arguments: Mapping[Any, Any], call: Call, refuse: Callable[[str], Exception]) -> Iterator[None]:
+        """Check what ``call`` runs, as ``begin`` does, and follow a forward of the model in this context.
+
+        Raise what ``refuse`` returns for the reason if tokens are not apart, before the forward or after it.
+        """
+        try:
+            torch.compiler.disable(self.begin)(arguments, call)
+            completed = False
+            try:
+                yield
+                completed = True
+            finally:
+                torch.compiler.disable(self.end)(completed)
+        except MixesTokens as error:
+            raise refuse(str(error)) from None
+
     def begin(self, arguments: Mapping[Any, Any], call: Call) -> None:
         """Check what ``call`` runs, unless that was done for arguments alike; raise MixesTokens, also later.
 
@@ -204,9 +221,9 @@ class TokenCheck:
         engines = hooks is not None and of_library(hooks[0])
         unchanged = saved_tensors_hooks(_same, _same) if engines else nullcontext()
         with dry(model), unchanged:
-            return replace(self._found(model, original, forward), hooks=forward.hooks)
+            return replace(self._result(model, original, forward), hooks=forward.hooks)
 
-    def _found(self, model: nn.Module, original: nn.Module, forward: _Forward) -> _Checked:
+    def _result(self, model: nn.Module, original: nn.Module, forward: _Forward) -> _Checked:
         checked = _Checked(None, set())
         for guess in (False, True):  # a condition on values is tried both ways
             whole_run = TokenRun(self._parts, self._attends, guess, forward.device)

@@ -11,12 +11,13 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from numbers import Number
 from traceback import walk_tb
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import torch
@@ -29,9 +30,8 @@ from zeromesh.base.dry.dry_run import DryRun, OperatorListener
 from zeromesh.base.dry.meta_values import META
 from zeromesh.base.dry.model_copy import OURS, TORCH
 from zeromesh.base.in_place import version, writes, written
-from zeromesh.parallel.follow import split_views as split_views  # which registers rules
 from zeromesh.parallel.follow.backwards import Backwards, Hooks, OfSum
-from zeromesh.parallel.follow.split_activation import Axis, NeedsWhole, SplitActivation, SplitDim
+from zeromesh.parallel.follow.split_activation import Axis, NeedsWhole, SplitActivation, SplitDim, frames
 from zeromesh.parallel.follow.split_rules import ENTRY_BY_ENTRY, as_split, entry_by_entry
 from zeromesh.parallel.follow.ways import Way, answer, collect, looks_at_ids, way_of
 
@@ -78,19 +78,19 @@ class OfLength(Tensor):
 class Constant(Tensor):
     """Tensor with as many entries as wanted, which are all alike or drawn at random until it is written to."""
 
-    known: int  # its version when it was last known to be so
+    alike_version: int  # its version when it was last known to be so
 
     def settle(self) -> Constant:
         """Take the entries for alike as they are now, and return the tensor."""
         with torch._C.DisableTorchFunction():
-            self.known = version(self)
+            self.alike_version = version(self)
         return self
 
     @property
     def is_alike(self) -> bool:
         """True if nothing else was written to it."""
         with torch._C.DisableTorchFunction():
-            return version(self) == self.known
+            return version(self) == self.alike_version
 
 
 class TokenRun(OperatorListener, Axis):
@@ -221,14 +221,9 @@ class TokenRun(OperatorListener, Axis):
             self.ways.add(way)
             self.way = way
 
-    @contextmanager
-    def with_whole(self) -> Iterator[None]:
-        """Run code that is given whole sequences in this context."""
-        before, self.has_whole = self.has_whole, True
-        try:
-            yield
-        finally:
-            self.has_whole = before
+    def with_whole(self) -> AbstractContextManager[Any]:
+        """Return a context of code that is given whole sequences."""
+        return patch.object(self, "has_whole", True)
 
     def split_again(self, x: Tensor, inputs: Sequence[SplitActivation]) -> Tensor:
         """Return this rank's part of a result of whole sequences, which are those of some inputs."""
@@ -247,8 +242,8 @@ class TokenRun(OperatorListener, Axis):
         self, why: str, place: str = "", function: str = "", kind: type[MixesTokens] = MixesTokens
     ) -> MixesTokens:
         """Return the error for a function, or that which is called at present, and keep the first one."""
-        where = place or place_of(_frames())
-        inside = next((name for frame in _frames() if (name := self._names.get(id(frame.f_locals.get("self"))))), "")
+        where = place or place_of(frames())
+        inside = next((name for frame in frames() if (name := self._names.get(id(frame.f_locals.get("self"))))), "")
         around = f", in {where}{inside and f' ({inside})'}," if where else ""
         error = kind(f"{function or self._watch.function}{around} {why}", where)
         self.refused = self.refused or error
@@ -367,7 +362,7 @@ class _Watch(TorchFunctionMode):
         if name in CONSTANTS:
             counted = (args[1:], kwargs.get("fill_value")) if CONSTANTS[name] else ()
         if not run.has_whole and (numbers := _numbers(counted)):
-            key = name, place_of(_frames())
+            key = name, place_of(frames())
             run.plain[key].add(numbers)
             if run.other is not None and key in run.other.plain and numbers not in run.other.plain[key]:
                 return self._of_length(func, args, kwargs, result)
@@ -395,7 +390,7 @@ class _Watch(TorchFunctionMode):
                 for x in tensors_of(result)
                 if isinstance(x, SplitActivation)
             )
-        self._run.seen[name, place_of(_frames())].add((numbers, shapes))
+        self._run.seen[name, place_of(frames())].add((numbers, shapes))
 
 
 _GRAPH: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
@@ -417,13 +412,6 @@ def _numbers(values: Any) -> tuple[Any, ...]:
     settings: list[Any] = []
     collect(values, settings, fractions=True)
     return tuple(value for value in settings if isinstance(value, Number | numpy.number))
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def place_of(frames: Iterable[FrameType]) -> str:

@@ -33,8 +33,8 @@ from zeromesh.base.substitution import of_library
 from zeromesh.parallel.follow.split_rules import ENTRY_BY_ENTRY
 
 # Files of torch's compiler, whose code was seen when it was compiled, and of its hooks and recomputation.
-_BETWEEN = tuple(TORCH + file for file in ("_dynamo", "_inductor", "_functorch", "fx", "autograd", "utils/hooks.py",
-    "utils/checkpoint.py", "nn/modules/_functions.py"))  # fmt: skip
+_FILES = "_dynamo _inductor _functorch fx autograd utils/hooks.py utils/checkpoint.py nn/modules/_functions.py"
+_BETWEEN = tuple(TORCH + file for file in _FILES.split())
 
 # transformers' code of masks, which context parallelism replaces, and of warnings: it looks at ids and positions.
 _LOOKS_AT_IDS = tuple(os.path.join("transformers", file) for file in ("masking_utils.py", "modeling_utils.py"))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeromesh.base.linear_arithmetic import Gradients, Ticket, postponed
+from zeromesh.base.linear_arithmetic import Gradients, Ticket, autocast, postponed
 from zeromesh.comm.collectives import Group
 
 CHUNK_BYTES = 1 << 26  # of a chunk's logits at least, from which follows how many tokens it has
@@ -121,10 +121,7 @@ def linear_cross_entropy(
     if ticket is not None:  # the loss itself gives them no gradient
         weight, bias = weight.detach(), None if bias is None else bias.detach()
     # Once, as autocast would cast the weight anew for each chunk; inside it is off.
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    hidden, weight, bias = autocast(hidden), autocast(weight), None if bias is None else autocast(bias)
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     counted = flat != ignore_index
     wrong = counted & ((flat < 0) | (flat >= vocabulary.size))

@@ -1,4 +1,4 @@
-"""Messages along the tensor axis where an activation enters or leaves a split part.
+"""Messages along the tensor or the context axis where an activation enters or leaves a split part.
 
 Operators f and g of Shoeybi et al., "Megatron-LM", 2019; those over the sequence are of Korthikanti et al., "Reducing
 Activation Recomputation in Large Transformer Models", 2022.
@@ -25,6 +25,7 @@ CONJUGATES = {
     # For an activation that all ranks use alike: each rank has the whole gradient already, and a sum would be too large
     # by the number of ranks.
     "join": ("gather", "keep"),
+    "swap": ("swap", "swap"),  # its own transpose: part r for that of rank r
 }
 
 
@@ -102,6 +103,19 @@ def _scatter(x: Tensor, group: Group, tag: int, dim: int) -> Tensor:
     return part
 
 
+def _swap(x: Tensor, group: Group, tag: int, dim: int) -> Tensor:
+    _part(x, group, dim)
+    x = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
+    received = torch.empty_like(x)
+    others = [(group.rank + distance) % group.size for distance in range(1, group.size)]
+    sends, receives = {peer: x[peer] for peer in others}, {peer: received[peer] for peer in reversed(others)}
+    swapping = group.send_and_receive(sends, receives, tag, "all_to_all")
+    received[group.rank].copy_(x[group.rank])
+    swapping.wait()
+    swapped: Tensor = received.movedim(0, dim).flatten(dim, dim + 1)
+    return swapped
+
+
 def _part(x: Tensor, group: Group, dim: int) -> tuple[int, int]:
     """Return the start and the length of this rank's part of a dim."""
     length, rest = divmod(x.shape[dim], group.size)
@@ -114,4 +128,4 @@ def _part(x: Tensor, group: Group, dim: int) -> tuple[int, int]:
     return group.rank * length, length
 
 
-DONE = {"nothing": _nothing, "sum": _sum, "keep": _keep, "gather": _gather, "scatter": _scatter}
+DONE = {"nothing": _nothing, "sum": _sum, "keep": _keep, "gather": _gather, "scatter": _scatter, "swap": _swap}

@@ -17,14 +17,13 @@ from zeromesh.base.substitution import has_hooks
 from zeromesh.comm.collectives import Group
 from zeromesh.parallel.follow.activation_parts import LeavingParts, TakingParts, replace_forward
 from zeromesh.parallel.follow.split_activation import TensorAxis, unseen, whole
-from zeromesh.parallel.follow.split_guard import SplitGuard, summed
-from zeromesh.parallel.follow.spread import sequence_dim
 from zeromesh.parallel.head.linear_cross_entropy import Vocabulary, require_known
 from zeromesh.parallel.head.logits import Logits, Using
 from zeromesh.parallel.tensor.heads import first_number, take_part_of_experts
 from zeromesh.parallel.tensor.operators import move
 from zeromesh.parallel.tensor.random_streams import drops
 from zeromesh.parallel.tensor.split_attention import SplitAttention
+from zeromesh.parallel.tensor.split_guard import SplitGuard, summed
 from zeromesh.parallel.tensor.split_linear import Entrance, SplitPlace, leave
 from zeromesh.parallel.tensor.split_plan import (
     Member,
@@ -36,6 +35,7 @@ from zeromesh.parallel.tensor.split_plan import (
     hold_shares,
     why_hooked,
 )
+from zeromesh.parallel.tensor.spread_sequence import sequence_dim
 
 FIRST_TAG = 16  # on the tensor axis; lower ones are for whole parameters and for gradients
 
@@ -86,7 +86,7 @@ def split_columns(member: Member, splitting: Splitting) -> None:
     index = len(entrance.layers)
     entrance.layers.append(partial(columns_of, module))
     split = splitting.split_of(member)
-    axis = TensorAxis(place.group, place.streams, tag + 2)
+    axis = TensorAxis(place.group, tag + 2, place.streams)
     leaves = None if style.plain or split is None else LeavingParts(member, split, axis)
     splitting.run(member, eager(_by_columns, module, name=member.name, entrance=entrance, index=index, leaves=leaves))
 
@@ -97,7 +97,7 @@ def split_rows(member: Member, splitting: Splitting) -> None:
         return
     module, place, tag = member.module, splitting.place, splitting.tag
     split = None if member.style.plain else splitting.split_of(member)
-    takes = None if split is None else TakingParts(member, split, TensorAxis(place.group, place.streams, tag + 1))
+    takes = None if split is None else TakingParts(member, split, TensorAxis(place.group, tag + 1, place.streams))
     guard = SplitGuard(member, splitting.resolved, splitting.modules[""]) if member.style.plain else None
     forward = eager(
         _by_rows,

@@ -14,6 +14,7 @@ from zeromesh.base.placement import Placement, Tier
 from zeromesh.config.settings import Settings
 from zeromesh.config.written import WrittenRun, document_of, is_refused
 from zeromesh.engine.initialize.widths import precision_of, resting_of, tables_of, widths_of
+from zeromesh.parallel.context.spread_attention import AUTO, degree_of
 from zeromesh.parallel.pipeline.schedule.generators import ROWS as SCHEDULES
 from zeromesh.parallel.pipeline.schedule.schedule_files import read_costs
 from zeromesh.shard.optim.factory import is_elementwise
@@ -83,6 +84,8 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
     name = chosen if isinstance(chosen, str) else chosen.file
     least = SCHEDULES[name].chunks[0] if name in SCHEDULES else 1
     costs = settings.pipeline.costs if sizes["pipeline"] > 1 else None
+    spread = settings.context_parallel
+    strategy = spread.strategy  # auto: that of causal attention
     layout = ParallelLayout(
         **axes,
         row=settings.row,
@@ -102,6 +105,7 @@ def layout_from(settings: Settings, world_size: int) -> tuple[ParallelLayout, st
         widths=widths_of(settings),
         tables=tables_of(settings),
         resting=resting_of(settings),
+        ulysses=degree_of("ring" if strategy == AUTO else strategy, sizes["context"], None, spread.ulysses_degree),
         products="fp8" if float8.enabled else "",
     )
     return layout, precision

@@ -33,6 +33,7 @@ class ParallelLayout(StateLayout):
     sequence: bool = False  # sequence parallelism among the tensor ranks
     tables: TableLayout = field(default_factory=TableLayout)
     resting: TableLayout | None = None  # place of experts that rest; None: they do not
+    ulysses: int = 1  # context ranks that share heads
     products: str = ""  # dtype of linear layers' products; "": that of the parameters
 
     @property

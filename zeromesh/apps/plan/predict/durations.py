@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -134,7 +135,7 @@ class Durations:
         attention = 0.0
         if not self.serial:  # exchanges go on beside it
             attention = speed.total(work for work in unit.forward if work.kind is WorkKind.ATTENTION)
-        exchange = self._exchange(unit)
+        exchange, swap = self._exchange(unit)
         dense, experts = unit.elements(layout.tensor, layout.expert_shares)
         frozen, expert_frozen, _ = unit.frozen_bytes(layout.tensor, layout.expert_shares)
         states = self._states(dense, frozen, away, self.shard)
@@ -164,8 +165,8 @@ class Durations:
             visible,
             visible_back,
             visible * joins_again,
-            max(0.0, exchange - attention),
-            max(0.0, 2 * exchange - 2 * attention),
+            max(0.0, exchange - attention) + swap,
+            max(0.0, 2 * exchange - 2 * attention) + swap,
             dispatch,
             dispatch * (2 if repeated else 1),
             **states,
@@ -203,13 +204,20 @@ class Durations:
             return messages * (self.tensor.reduce_scatter(size) + self.tensor.all_gather(size))
         return messages * self.tensor.all_reduce(size)
 
-    def _exchange(self, unit: UnitCost) -> float:
-        """Return the seconds of keys and values that go round the context ranks in a forward."""
-        if self.layout.context == 1 or not unit.block:
-            return 0.0
+    def _exchange(self, unit: UnitCost) -> tuple[float, float]:
+        """Return the seconds in a forward of keys and values that go round groups of context ranks, and of swaps.
+
+        The ranks of a group swap queries, keys and values for those of some heads, and results back.
+        """
+        layout, sharing = self.layout, self.layout.ulysses
+        if layout.context == 1 or not unit.block:
+            return 0.0, 0.0
         # A trace does not say the keys' and values' bytes: without grouped heads they are twice the output's.
-        size = unit.exchanged.on(self.layout.tensor) or 2 * unit.output.on(self.layout.tensor, True)
-        return (self.layout.context - 1) * self.context.send(size)
+        output = unit.output.on(layout.tensor, True)
+        size = unit.exchanged.on(layout.tensor) or 2 * output
+        group = replace(self.context, size=sharing, local=min(self.context.local, sharing))
+        swap = group.all_to_all(output + size) + group.all_to_all(output)
+        return (layout.context // sharing - 1) * self.context.send(size), swap
 
     def _dispatch(self, unit: UnitCost) -> float:
         """Return the seconds in which a forward sends tokens to the ranks of their experts, and results back."""

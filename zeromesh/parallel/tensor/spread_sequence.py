@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -12,15 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.comm.collectives import Group
-from zeromesh.parallel.follow.split_guard import Apart
 from zeromesh.parallel.follow.token_check import Following, TokenCheck
-from zeromesh.parallel.follow.tokens import MixesTokens
 from zeromesh.parallel.tensor.operators import move
 from zeromesh.parallel.tensor.random_streams import RandomStreams
 from zeromesh.parallel.tensor.sequence import Stack
+from zeromesh.parallel.tensor.split_guard import Apart
 from zeromesh.parallel.tensor.split_plan import SplitPlan
 
 Place = int | str  # of an argument: its number, or its name
+
+
+def refuse(what: str, other: str = "") -> ValueError:
+    """Return the error for a model, or an input, whose sequence cannot be spread; ``other`` is another remedy."""
+    return ValueError(f"{what}; {other}set tensor_parallel.sequence to false")
 
 
 def sequence_dim(x: Tensor) -> int:
@@ -68,14 +72,11 @@ def activation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     tensor = kwargs.get("hidden_states")
     tensor = next((arg for arg in args if _is_floating(arg)), tensor)
     if isinstance(tensor, Tensor) and tensor.ndim > 3:
-        raise ValueError(
-            f"a block was called with an activation of shape {tuple(tensor.shape)}, which is not a sequence; "
-            "set tensor_parallel.sequence to false"
-        )
+        raise refuse(f"a block was called with an activation of shape {tuple(tensor.shape)}, which is not a sequence")
     if not isinstance(tensor, Tensor) or tensor.ndim < 2:
-        raise ValueError(
+        raise refuse(
             f"a block was called with {[type(arg).__name__ for arg in args]} and {sorted(kwargs)}, in which there is "
-            "no activation whose sequence could be spread; set tensor_parallel.sequence to false"
+            "no activation whose sequence could be spread"
         )
     return tensor
 
@@ -116,15 +117,14 @@ class _Order:
             self._last, self._before = None, -1
         elif self._last is None or number <= self._before:
             since = "before the first" if self._last is None else f"after {self._blocks[self._before]}"
-            raise ValueError(
+            raise refuse(
                 f"{name} was called {since}; the sequence can be spread only over the ranks of blocks that are called "
-                "one after the other; set tensor_parallel.sequence to false"
+                "one after the other"
             )
         elif x.data_ptr() != self._last.data_ptr() or x.shape != self._last.shape:
-            raise ValueError(
+            raise refuse(
                 f"{name} was called with something else than what {self._blocks[self._before]} returned, which is a "
-                f"part of the sequence: shape {tuple(x.shape)} after {tuple(self._last.shape)}; set "
-                "tensor_parallel.sequence to false"
+                f"part of the sequence: shape {tuple(x.shape)} after {tuple(self._last.shape)}"
             )
 
     def leave(self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -147,9 +147,9 @@ class _Order:
                 "reason, set tensor_parallel.sequence to false"
             )
             return
-        raise ValueError(
+        raise refuse(
             f"{name} was the last block to be called, but {self._blocks[-1]} is where the parts of the sequence are "
-            "joined, so what followed had a part of it; set tensor_parallel.sequence to false"
+            "joined, so what followed had a part of it"
         )
 
 
@@ -234,44 +234,27 @@ def _closed(run: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return _of_first(forward(*run.join(args), **kwargs), lambda x: _split(run, x))
 
 
-class Followed(Following):
+class Followed:
     """Hooks of a model whose code, where parts of sequences are, is checked in each forward."""
 
     def __init__(self, check: TokenCheck) -> None:
-        super().__init__(check)
-        self._is_on = False
+        self._check, self._forward = check, ExitStack()
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check that the code leaves tokens apart. Raise ValueError if not."""
-        if _recomputes():
-            return
-        check_tokens(self.check, model, args, kwargs)
-        self.__enter__()  # type: ignore[no-untyped-call]
-        self._is_on = True
+        if not _recomputes():
+            self._forward.enter_context(followed(self._check, args, kwargs))
+            self._forward.enter_context(Following(self._check))
 
     def after(self, model: nn.Module, args: Any, output: Any) -> None:
         """Check it again if the forward took another way; the hook is always called."""
-        if not self._is_on:
-            return
-        self._is_on = False
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        with _refused():
-            self.check.end(sys.exception() is None)
+        self._forward.__exit__(*sys.exc_info())
 
 
-def check_tokens(check: TokenCheck, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check that a model's code leaves tokens apart, where parts of sequences are. Raise ValueError if not."""
+def followed(check: TokenCheck, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+    """Return a context of a forward whose code is checked where parts of sequences are. It raises ValueError."""
     meta_args, meta_kwargs = check.without_memory((args, kwargs))
-    with _refused():
-        check.begin(_named(args, kwargs), lambda copied, _: copied(*meta_args, **meta_kwargs))
-
-
-@contextmanager
-def _refused() -> Iterator[None]:
-    try:
-        yield
-    except MixesTokens as error:
-        raise ValueError(f"{error}; set tensor_parallel.sequence to false") from None
+    return check.followed(_named(args, kwargs), lambda copied, _: copied(*meta_args, **meta_kwargs), refuse)
 
 
 def _change_input(
@@ -292,9 +275,9 @@ def _change_input(
     length = x.shape[sequence_dim(x)]
     if name == "split" and length % group.size:
         near = [length // group.size * group.size, (length // group.size + 1) * group.size]
-        raise ValueError(
-            f"tensor_parallel.sequence spreads sequences over {group.size} ranks, but one has {length} entries; pad it "
-            f"to {near[1]}{f' or cut it to {near[0]}' if near[0] else ''}, or set tensor_parallel.sequence to false"
+        raise refuse(
+            f"tensor_parallel.sequence spreads sequences over {group.size} ranks, but one has {length} entries",
+            f"pad it to {near[1]}{f' or cut it to {near[0]}' if near[0] else ''}, or ",
         )
     for part in (x, *_at(also, args, kwargs)):
         args, kwargs = replaced(args, kwargs, part, move(part, name, group, tag, sequence_dim(part)))
@@ -311,8 +294,8 @@ def _first(output: Any) -> Tensor:
     several = hasattr(output, "to_tuple") or (isinstance(output, tuple | list) and output)
     first = output[0] if several else output
     if not isinstance(first, Tensor):
-        raise ValueError(
+        raise refuse(
             f"a block returned {type(output).__name__}, where the activation whose sequence is spread must be all, or "
-            "the first of a tuple; set tensor_parallel.sequence to false"
+            "the first of a tuple"
         )
     return first

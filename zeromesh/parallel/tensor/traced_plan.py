@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zeromesh.base.dry.dry_run import DryRun, OperatorListener
 from zeromesh.base.dry.model_copy import dry, dtype_of, imitated, is_odd, limited, seed_all
 from zeromesh.base.dry.model_inputs import ModelInput, guesses_of, samples_of
-from zeromesh.parallel.follow import split_views as split_views  # which registers rules
+from zeromesh.base.modes import modes_of, set_modes
 from zeromesh.parallel.follow.split_activation import Axis, NeedsWhole, SplitActivation, SplitDim, part_of, whole
 from zeromesh.parallel.follow.split_rules import as_split
 from zeromesh.parallel.tensor.split_plan import PlanRule, pattern_of
@@ -50,16 +50,16 @@ class Choices:
     read: frozenset[str] = frozenset()  # names of layers that stay whole, as other code reads their weights
 
 
-@dataclass(frozen=True)
-class Found:
+@dataclass
+class Findings:
     """Findings of one run."""
 
-    rules: dict[str, PlanRule]  # of layers, by name; others stay whole
-    sent: float  # bytes of a rank
-    gathered: set[Alike]  # layers whose outputs were needed whole
-    wishes: dict[Alike, tuple[int, ...]]  # sections that would avoid that
-    read: set[str]  # names of layers whose weights are used by other code
-    called: set[str]
+    rules: dict[str, PlanRule] = field(default_factory=dict)  # of layers, by name; others stay whole
+    sent: float = 0.0  # bytes of a rank
+    gathered: set[Alike] = field(default_factory=set)  # layers whose outputs were needed whole
+    wishes: dict[Alike, tuple[int, ...]] = field(default_factory=dict)  # sections that would avoid that
+    read: set[str] = field(default_factory=set)  # names of layers whose weights are used by other code
+    called: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # style and sections of layers
 
 
 def traced_plan(
@@ -92,13 +92,14 @@ def traced_plan(
     for name, p in _weights(model, (*layers, *others)):
         weights.setdefault(id(copies[id(p)]), []).append(name)
     alike = {name: _alike(name, model.get_submodule(name)) for name in layers}
-    runs = _Runs(copied, weights, dict(layers), alike, ranks, others)
+    traced = _Layers(layers, alike, weights)
+    runs = _Runs(copied, traced, ranks, others)
     try:
         with dry(model), limited(SECONDS):
             findings = runs.first(chain(filter(None, [sample()]), samples_of(model), guesses_of(model)))
     except Exception as error:
         return None, [_UNTRACED.format(_one_line(error))], set()
-    findings = _with_others(findings, layers, alike, _weights(model, layers))
+    findings = _with_others(findings, traced, _weights(model, layers))
     notes = [_READ.format(pattern_of(name), kinds[name]) for name in findings.read]
     gathers = [name for name, rule in findings.rules.items() if rule.style == GATHERED]
     return findings.rules, notes + [_GATHERS.format(pattern_of(name), kinds[name]) for name in gathers], findings.read
@@ -125,17 +126,15 @@ def _alike(name: str, layer: Any) -> Alike:
     return Alike(pattern_of(name), tuple(getattr(layer, "base_layer", layer).weight.shape))
 
 
-def _with_others(
-    findings: Found, layers: Mapping[str, bool], alike: Mapping[str, Alike], weights: Iterable[tuple[str, nn.Parameter]]
-) -> Found:
+def _with_others(findings: Findings, layers: _Layers, weights: Iterable[tuple[str, nn.Parameter]]) -> Findings:
     """Return rules also for layers that the run did not call: those of layers that are alike, or of the large.
 
     Layers that share a weight get one rule, that of those that were called, or none if these have several.
     """
-    rules = {alike[name]: rule for name, rule in findings.rules.items()}
+    rules = {layers.alike[name]: rule for name, rule in findings.rules.items()}
     more: dict[str, PlanRule] = {}
-    for name in layers.keys() - findings.called - findings.read:
-        rule = rules.get(alike[name], PlanRule(GATHERED) if layers[name] else None)
+    for name in layers.large.keys() - findings.called - findings.read:
+        rule = rules.get(layers.alike[name], PlanRule(GATHERED) if layers.large[name] else None)
         if rule is not None:
             more[name] = rule
     merged: dict[str, PlanRule | None] = {**findings.rules, **more}
@@ -149,25 +148,25 @@ def _with_others(
     return replace(findings, rules={name: rule for name, rule in merged.items() if rule is not None})
 
 
+@dataclass(frozen=True)
+class _Layers:
+    """Layers that are traced, by name; see ``traced_plan``."""
+
+    large: Mapping[str, bool]
+    alike: Mapping[str, Alike]
+    weights: Mapping[int, Collection[str]]  # names of layers by the ``id`` of their parameters in the copy
+
+
 class _Runs:
     """Runs of a copy of a model, and the search among choices."""
 
-    def __init__(
-        self,
-        copied: nn.Module,
-        weights: Mapping[int, Collection[str]],
-        layers: dict[str, bool],
-        alike: dict[str, Alike],
-        ranks: int,
-        others: Collection[str] = (),
-    ) -> None:
+    def __init__(self, copied: nn.Module, layers: _Layers, ranks: int, others: Collection[str]) -> None:
         self.guessed = False  # true once code has asked for a value
-        self._copied, self._weights, self._layers, self._ranks = copied, weights, layers, ranks
-        self._alike = alike
+        self._copied, self._layers, self._ranks = copied, layers, ranks
         self._dtype = dtype_of(copied)
         self._left = MOST_OPERATORS
         self._run: _Run | None = None
-        for name in (*layers, *others):
+        for name in (*layers.large, *others):
             layer = copied.get_submodule(name)
             setattr(layer, "forward", partial(self._call, name, layer, layer.forward))  # noqa: B010
 
@@ -175,11 +174,11 @@ class _Runs:
         assert self._run is not None
         return self._run.call(name, layer, forward, *args, **kwargs)
 
-    def first(self, samples: Iterable[ModelInput]) -> Found:
+    def first(self, samples: Iterable[ModelInput]) -> Findings:
         """Return what a search with the first input shows that the model takes; raise its error if none."""
         failure: Exception | None = None
         for sample in samples:
-            best: Found | None = None
+            best: Findings | None = None
             for guess in (False, True):  # a condition on values is tried both ways
                 try:
                     findings = self.search(sample, guess)
@@ -188,7 +187,7 @@ class _Runs:
                     failure = failure or error
                 else:
                     best = findings if best is None or len(findings.called) > len(best.called) else best
-                    if best.called >= self._layers.keys():
+                    if best.called.keys() >= self._layers.large.keys():
                         break
                 if not self.guessed:
                     break
@@ -196,38 +195,36 @@ class _Runs:
                 return best
         raise failure or ValueError("it is not known what inputs the model takes")
 
-    def search(self, sample: ModelInput, guess: bool) -> Found:
+    def search(self, sample: ModelInput, guess: bool) -> Findings:
         """Return what the choices that send the fewest bytes give; ``guess`` stands for every value."""
         self._sample, self._guess = sample, guess
         forced: frozenset[Alike] = frozenset()
         for _ in range(MOST_RUNS):
             choices, findings = self._chosen(forced)
             # Code may need the whole in the other mode only: in evaluation, or in training.
-            before = {module: module.training for module in self._copied.modules()}
+            modes = modes_of(self._copied.modules())
             try:
-                for module, trains in before.items():
-                    module.train(not trains)
+                set_modes({module: not trains for module, trains in modes.items()})
                 self._try(choices)
             except NeedsWhole as error:
-                if not (more := {self._alike[name] for name in error.sources} - forced):
+                if not (more := {self._layers.alike[name] for name in error.sources} - forced):
                     break
                 forced |= more
                 continue
             except Exception:  # it need not run so
                 _log.debug("the model cannot be traced in its other mode", exc_info=True)
             finally:
-                for module, trains in before.items():
-                    module.train(trains)
+                set_modes(modes)
             break
         return findings
 
-    def _chosen(self, forced: frozenset[Alike]) -> tuple[Choices, Found]:
+    def _chosen(self, forced: frozenset[Alike]) -> tuple[Choices, Findings]:
         choices, best = Choices(gathered=forced), None
         for _ in range(MOST_RUNS):
             try:
                 findings = self._try(choices)
             except NeedsWhole as error:
-                forced |= {self._alike[name] for name in error.sources}
+                forced |= {self._layers.alike[name] for name in error.sources}
                 choices = replace(choices, gathered=choices.gathered | forced)
                 continue
             if findings.read - choices.read:  # what follows them is given wholes
@@ -245,7 +242,7 @@ class _Runs:
             choices = replace(choices, gathered=choices.gathered | findings.gathered)
         assert best is not None
         choices, findings = best
-        by_rows = [self._alike[name] for name, rule in findings.rules.items() if rule.style == BY_ROWS]
+        by_rows = [self._layers.alike[name] for name, rule in findings.rules.items() if rule.style == BY_ROWS]
         for layers in dict.fromkeys(by_rows):
             try:
                 other = replace(choices, by_columns=choices.by_columns | {layers})
@@ -256,8 +253,8 @@ class _Runs:
                 choices, findings = other, flipped
         return choices, findings
 
-    def _try(self, choices: Choices) -> Found:
-        self._run = _Run(self._weights, self._layers, self._alike, self._ranks, choices)
+    def _try(self, choices: Choices) -> Findings:
+        self._run = _Run(self._layers, self._ranks, choices)
         run = DryRun(self._run, self._guess, self._left)
         seed_all()
         try:
@@ -266,43 +263,27 @@ class _Runs:
         finally:
             self.guessed = run.values.guessed
             self._left -= run.operators
-        return self._run.found()
+        return self._run.findings
 
 
 class _Run(OperatorListener, Axis):
     """One forward, as the axis on which its activations are split."""
 
-    def __init__(
-        self,
-        weights: Mapping[int, Collection[str]],
-        layers: dict[str, bool],
-        alike: dict[str, Alike],
-        ranks: int,
-        choices: Choices,
-    ) -> None:
-        self._alike, self.size = alike, ranks
-        self._rules: dict[str, PlanRule] = {}
-        self._sent = 0.0
-        self._gathered: set[Alike] = set()
-        self._wishes: dict[Alike, tuple[int, ...]] = {}
-        self._read: set[str] = set()
-        self._weights, self._layers, self._choices = weights, layers, choices
+    def __init__(self, layers: _Layers, ranks: int, choices: Choices) -> None:
+        self.size = ranks
+        self.findings = Findings()
+        self._layers, self._choices = layers, choices
         self._inside: list[str] = []
-        self._known: dict[str, tuple[str, tuple[int, ...]]] = {}  # style and sections of the layers called so far
         self._entered: dict[tuple[str, int], Tensor] = {}
-
-    def found(self) -> Found:
-        """Return what the run showed."""
-        return Found(self._rules, self._sent, self._gathered, self._wishes, self._read, set(self._known))
 
     def on_read(self, func: Any, tensors: Sequence[Tensor]) -> None:
         """Note who reads weights and parts."""
         for x in tensors:
-            names = self._weights.get(id(x), ())  # several if the weight is tied
+            names = self._layers.weights.get(id(x), ())  # several if the weight is tied
             if names and not any(name in self._inside for name in names):
-                self._read |= set(names)
+                self.findings.read.update(names)
                 for name in names:
-                    self._rules.pop(name, None)
+                    self.findings.rules.pop(name, None)
             if isinstance(x, SplitActivation) and torch._C._is_torch_function_enabled():
                 # No rule was asked, so the code computes on a part without knowing.
                 raise NeedsWhole("code outside of Python was given a part", x.split_dim.sources)
@@ -315,13 +296,13 @@ class _Run(OperatorListener, Axis):
         x, *args = args  # type: ignore[assignment]
         self._inside.append(name)
         try:
-            if name not in self._layers or not isinstance(x, Tensor) or not x.is_floating_point():
+            if name not in self._layers.large or not isinstance(x, Tensor) or not x.is_floating_point():
                 return forward(x, *args, **kwargs)
-            if id(getattr(layer, "base_layer", layer).weight) not in self._weights:  # of functional_call
-                self._read.add(name)
-            style, sections = self._known.setdefault(name, self._style(name, layer, x))
-            if style and name not in self._read:
-                self._rules[name] = PlanRule(style, sections if len(sections) > 1 else ())
+            if id(getattr(layer, "base_layer", layer).weight) not in self._layers.weights:  # of functional_call
+                self.findings.read.add(name)
+            style, sections = self.findings.called.setdefault(name, self._style(name, layer, x))
+            if style and name not in self.findings.read:
+                self.findings.rules[name] = PlanRule(style, sections if len(sections) > 1 else ())
             if style == BY_ROWS:
                 return self._by_rows(forward, x, sections, *args, **kwargs)
             x = whole(x)
@@ -339,7 +320,7 @@ class _Run(OperatorListener, Axis):
             self._inside.pop()
 
     def _style(self, name: str, layer: Any, x: Tensor) -> tuple[str, tuple[int, ...]]:
-        alike, choices = self._alike[name], self._choices
+        alike, choices = self._layers.alike[name], self._choices
         if name in choices.read:
             return "", ()
         if isinstance(x, SplitActivation) and alike not in choices.by_columns:
@@ -350,7 +331,7 @@ class _Run(OperatorListener, Axis):
         outputs = sum(base.weight.shape) - x.shape[-1]
         sections = choices.sections.get(alike, (outputs,))
         if alike in choices.gathered or any(section % self.size for section in sections):
-            return (GATHERED, ()) if self._layers[name] else ("", ())
+            return (GATHERED, ()) if self._layers.large[name] else ("", ())
         return BY_COLUMNS, sections
 
     def _by_rows(self, forward: Any, x: Tensor, sections: tuple[int, ...], *args: Any, **kwargs: Any) -> Tensor:
@@ -367,11 +348,11 @@ class _Run(OperatorListener, Axis):
 
     def _send(self, x: Tensor, times: float = 1) -> None:
         """Count the messages of an all-gather, or twice of an all-reduce, of a whole activation."""
-        self._sent += times * x.numel() * x.itemsize * (self.size - 1) / self.size
+        self.findings.sent += times * x.numel() * x.itemsize * (self.size - 1) / self.size
 
     def gather(self, part: Tensor, split_dim: SplitDim) -> Tensor:
         """Return a whole of the right shape."""
-        self._gathered |= {self._alike[name] for name in split_dim.sources}
+        self.findings.gathered.update(self._layers.alike[name] for name in split_dim.sources)
         joined = torch.cat([part] * self.size, split_dim.dim)
         self._send(joined)
         return joined
@@ -396,8 +377,8 @@ class _Run(OperatorListener, Axis):
         if len(split_dim.sources) != 1 or not all(lengths):
             return
         (name,) = split_dim.sources
-        _, sections = self._known[name]
+        _, sections = self.findings.called[name]
         scale, rest = divmod(sum(sections), sum(lengths))
         wished = tuple(length * scale for length in lengths)
         if not rest and len(sections) == 1 and not any(length % self.size for length in wished):
-            self._wishes.setdefault(self._alike[name], wished)
+            self.findings.wishes.setdefault(self._layers.alike[name], wished)
