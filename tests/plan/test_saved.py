@@ -12,15 +12,15 @@ from zeromesh.apps.plan.cost.passes import TraceOptions
 from zeromesh.apps.plan.machine.presets import cluster
 from zeromesh.apps.plan.saved import (
     Candidate,
+    RankPlan,
     SavedCosts,
     choose,
-    explained_plan,
     pack,
     saved_costs,
 )
 from zeromesh.apps.train.architectures.decoder import Decoder
 from zeromesh.apps.train.train_settings import ModelShape
-from zeromesh.base.saved_tensors import BlockPlan, Saved, SavedPlan
+from zeromesh.base.saved_tensors import BlockPlan, Saved
 
 LAYERS, TOKENS = 4, 64
 
@@ -37,7 +37,7 @@ def inputs() -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def costs() -> SavedCosts:
     cost = TracedCost(decoder(), inputs(), TraceOptions(kernels="cpu")).at(4, TOKENS)
-    return saved_costs(cost, cluster("h100", 1))
+    return saved_costs(cost, cluster("h100", 1))[0]
 
 
 @pytest.mark.parametrize("room", [0, 3, 7, 12, 40])
@@ -59,7 +59,7 @@ def test_choice_is_the_best_of_all(room: int, beside: int) -> None:
 
 
 def test_budgets_are_kept_and_more_bytes_never_take_longer(costs: SavedCosts) -> None:
-    full, none = (SavedPlan((plan,) * LAYERS) for plan in (BlockPlan(), BlockPlan(keeps_all=True)))
+    full, none = ((plan,) * LAYERS for plan in (BlockPlan(), BlockPlan(keeps_all=True)))
     low, high = costs.peak(full), costs.peak(none)
     costs, seconds = replace(costs, link=0.0), []  # a fast link takes all that a small model saves
     for share in (0.0, 0.2, 0.5, 0.8, 1.0):
@@ -69,7 +69,7 @@ def test_budgets_are_kept_and_more_bytes_never_take_longer(costs: SavedCosts) ->
         seconds.append(costs.seconds(plan))
     assert seconds[0] > seconds[2] > seconds[-1] == 0.0
     assert seconds == sorted(seconds, reverse=True)
-    assert any("addmm 4" in line and "s/GB" in line for line in explained_plan(costs, choose(costs, low)))
+    assert any("addmm 4" in line and "s/GB" in line for line in RankPlan(costs, choose(costs, low)).lines())
 
 
 def test_budget_below_every_plan_names_the_smallest(costs: SavedCosts) -> None:

@@ -92,11 +92,27 @@ REFUSALS: list[Refusal[Any]] = [
             "partition_activations": "the planner does not divide inputs among ranks",
         }.items()
     ],
-    (
-        lambda s: s.activation_checkpointing.planned and s.model_sizes["pipeline"] > 1,
-        'activation_checkpointing.granularity is "auto" and mesh.pipeline is {s.model_sizes[pipeline]}, whose stages '
-        'hold different numbers of micro-batches; set granularity to "full" or "selective", or mesh.pipeline to 1',
-    ),
+    *[
+        (
+            lambda s, test=test: (
+                s.activation_checkpointing.planned and s.model_sizes["pipeline"] > 1 and test(s.pipeline)
+            ),
+            f'activation_checkpointing.granularity is "auto", and {what}; {remedy}, or set granularity to "full" or '
+            '"selective"',
+        )
+        for test, what, remedy in (
+            (
+                lambda pipeline: pipeline.recompute,
+                "pipeline.recompute computes whole stages again, of which a plan chooses parts",
+                "leave pipeline.recompute out",
+            ),
+            (
+                lambda pipeline: not isinstance(pipeline.schedule, str),
+                "pipeline.schedule is a file, and the planner counts the micro-batches that named schedules hold",
+                "name a schedule",
+            ),
+        )
+    ],
     (
         lambda s: s.fp16.enabled and s.bf16.enabled,
         "fp16.enabled and bf16.enabled are true, but only one of them can be; set the others to false",

@@ -98,6 +98,11 @@ class Pipelined:
         return [stage for stage, rank in enumerate(self._placement) if rank == self._group.rank]
 
     @property
+    def firsts(self) -> list[str]:
+        """Name of the first block of each stage."""
+        return [self.cut.blocks[start] for start in self.cut.starts]
+
+    @property
     def blocks_by_stage(self) -> list[list[str]]:
         """The blocks of each stage of this rank."""
         bounds = (*self.cut.starts, len(self.cut.blocks))

@@ -160,14 +160,9 @@ def _profile(unit: UnitCost, layout: ParallelLayout) -> _Profile:
     policy = layout.recompute if layout.recompute in unit.saved else Recompute.NONE
     saved = unit.saved[policy].on(tensor, sequence) if policy in unit.saved else 0.0
     again = unit.saved[Recompute.NONE].on(tensor, sequence) - saved if policy is not Recompute.NONE else 0.0
-    late = layout.widths.parameter * sum(
-        work.shape[0]
-        * work.shape[1]
-        * work.count
-        / (tensor if work.divided == "columns" else tensor / layout.expert_split if work.groups else 1)
-        for work in unit.forward
-        if work.shape and work.kind is WorkKind.PRODUCT
-    )
+    late = late_bytes(unit, layout)
+    if layout.recompute.repeats:
+        late = max(0.0, late - saved)  # beyond what is saved
     parameters, experts = unit.elements(tensor, layout.expert_shares)
     frozen, expert_frozen, replicated = unit.frozen_bytes(tensor, layout.expert_shares)
     elements = parameters - unit.resident.on(tensor)
@@ -196,6 +191,24 @@ def _profile(unit: UnitCost, layout: ParallelLayout) -> _Profile:
         unit.output.on(tensor, sequence),
         unit.tables,
     )
+
+
+def late_bytes(unit: UnitCost, layout: ParallelLayout) -> float:
+    """Return bytes that a unit keeps while only gradients of its products' weights are still to be computed.
+
+    These are gradients of outputs; and inputs, where blocks are computed again: otherwise those are saved anyway.
+    """
+    outputs = inputs = 0.0
+    for work in unit.forward:
+        if work.shape and work.kind is WorkKind.PRODUCT:
+            rows, columns, sums = work.shape
+            parts = layout.tensor / layout.expert_split if work.groups else 1
+            outputs += rows * columns * work.count / (layout.tensor if work.divided == "columns" else parts)
+            inputs += rows * sums * work.count / (layout.tensor if work.divided == "sums" else parts)
+    width = layout.widths.parameter
+    # Products of one input, as those to queries and keys, share it.
+    everything = unit.saved[Recompute.NONE].on(layout.tensor, layout.sequence) if Recompute.NONE in unit.saved else 0.0
+    return width * outputs + (min(everything, width * inputs) if layout.recompute.repeats else 0.0)
 
 
 def _in_chunks(unit: UnitCost, profile: _Profile, layout: ParallelLayout) -> _Profile:
