@@ -127,7 +127,7 @@ class Trained(NamedTuple):
     planned: PlannedCost | None
 
 
-def _on_host(tensor: Tensor) -> bool:
+def is_on_host(tensor: Tensor) -> bool:
     """Return whether it is a buffer of moves, which would be on the host beside a device, or a random state."""
     return tensor.dtype is torch.uint8 and tensor.ndim == 1
 
@@ -147,7 +147,7 @@ def trained(name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch)
     batch = next(iter(loader))
     for number in range(2):
         torch.manual_seed(number)  # of dropout
-        with LiveStorages(_on_host) as live:
+        with LiveStorages(is_on_host) as live:
             output = engine(**batch)
             loss = output if isinstance(output, Tensor) else output.loss
             del output

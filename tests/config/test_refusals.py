@@ -73,8 +73,17 @@ def test_auto_is_a_value_where_it_means_something() -> None:
     loaded = Settings.load({"activation_checkpointing": "auto", "context_parallel": {"strategy": "auto"}})
     assert loaded.activation_checkpointing.planned
     assert loaded.context_parallel.strategy == "auto"
-    with pytest.raises(ValueError, match="mesh.pipeline is 2"):
-        Settings.load({"activation_checkpointing": "auto", "mesh": {"pipeline": 2}})
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "said"),
+    [({"recompute": True}, "leave pipeline.recompute out"), ({"schedule": {"file": "own.txt"}}, "name a schedule")],
+)
+def test_a_plan_of_saved_tensors_refuses_what_it_cannot_count(pipeline: dict[str, object], said: str) -> None:
+    document = {"activation_checkpointing": "auto", "pipeline": pipeline}
+    assert Settings.load(document | {"mesh": {"pipeline": 1}}).activation_checkpointing.planned
+    with pytest.raises(ValueError, match=said):
+        Settings.load(document | {"mesh": {"pipeline": 2}})
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
+from zeromesh.apps.plan.cost.cost import ModelCost
 from zeromesh.apps.plan.cost.cost_trace import TracedCost
 from zeromesh.apps.plan.cost.passes import TraceOptions
 from zeromesh.apps.plan.machine.presets import cluster
@@ -16,6 +18,7 @@ from zeromesh.apps.plan.saved import (
     SavedCosts,
     choose,
     pack,
+    places_of,
     saved_costs,
 )
 from zeromesh.apps.train.architectures.decoder import Decoder
@@ -35,8 +38,12 @@ def inputs() -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def costs() -> SavedCosts:
-    cost = TracedCost(decoder(), inputs(), TraceOptions(kernels="cpu")).at(4, TOKENS)
+def cost() -> ModelCost:
+    return TracedCost(decoder(), inputs(), TraceOptions(kernels="cpu")).at(4, TOKENS)
+
+
+@pytest.fixture(scope="module")
+def costs(cost: ModelCost) -> SavedCosts:
     return saved_costs(cost, cluster("h100", 1))[0]
 
 
@@ -77,3 +84,20 @@ def test_budget_below_every_plan_names_the_smallest(costs: SavedCosts) -> None:
         choose(costs, 1000.0)
     least = float(str(caught.value).partition("budget_gb to ")[2].partition(" ")[0]) * 1e9
     assert costs.peak(choose(costs, least)) <= least
+
+
+@pytest.mark.parametrize("plan", [BlockPlan(), BlockPlan(keeps_all=True)])
+def test_a_stage_keeps_each_micro_batch_that_it_holds(cost: ModelCost, plan: BlockPlan) -> None:
+    def first_rank(schedule: str, microbatches: int) -> SavedCosts:
+        layout = ParallelLayout(pipeline=2, schedule=schedule, accumulation=microbatches)
+        return saved_costs(cost, cluster("h100", 2), layout)[0]
+
+    plans = (plan,) * (LAYERS // 2)
+    two, five = (first_rank("gpipe", number) for number in (2, 5))
+    assert five.peak(plans) - two.peak(plans) == pytest.approx(3 * two.stages[0].held(plans))
+    assert first_rank("1f1b", 5).peak(plans) == two.peak(plans)  # it waits for the other rank, and holds two
+
+
+def test_stage_inside_of_a_block_is_refused(cost: ModelCost) -> None:
+    with pytest.raises(ValueError, match=r"a stage begins at blocks\.1\.norm.*leave pipeline.blocks out"):
+        places_of(cost, ["blocks.0", "blocks.1.norm"])

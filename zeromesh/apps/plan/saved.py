@@ -478,7 +478,7 @@ def planned_cost(
     ``firsts`` are the names of the first block of each pipeline stage; None: as the planner cuts the model.
     """
     cost = source.at(layout.micro_batch * settings.rows_per_sample, sequence, layout.context)
-    costs = saved_costs(cost, machine, layout, None if firsts is None else _places(cost, firsts))
+    costs = saved_costs(cost, machine, layout, None if firsts is None else places_of(cost, firsts))
     if settings.compile.enabled:
         costs = [replace(rank, link=0.0) for rank in costs]  # moves cannot be traced
 
@@ -512,7 +512,7 @@ def planned_cost(
     return planned
 
 
-def _places(cost: ModelCost, firsts: Sequence[str]) -> list[range]:
+def places_of(cost: ModelCost, firsts: Sequence[str]) -> list[range]:
     """Return the places of each stage's units; raise ValueError for a stage that begins inside of a block."""
     names = [unit.name for unit in cost.units]
     if missing := [name for name in firsts[1:] if name not in names]:
