@@ -13,7 +13,7 @@ from zeromesh.apps.plan.cost.cost import CostSource, Recompute, TableCost, UnitC
 from zeromesh.apps.plan.machine.cluster import Machine
 from zeromesh.apps.plan.predict.conventions import ZEROMESH, Convention
 from zeromesh.apps.plan.predict.pipeline_step import stage_units
-from zeromesh.apps.plan.predict.snapshots import Snapshot, snapshots_of
+from zeromesh.apps.plan.predict.snapshots import Snapshot, late_bytes, snapshots_of
 from zeromesh.apps.plan.predict.table_bytes import row_gradients, table_states
 from zeromesh.comm.ordered_sums import SumPlace
 from zeromesh.parallel.head.linear_cross_entropy import chunk_bytes
@@ -191,24 +191,6 @@ def _profile(unit: UnitCost, layout: ParallelLayout) -> _Profile:
         unit.output.on(tensor, sequence),
         unit.tables,
     )
-
-
-def late_bytes(unit: UnitCost, layout: ParallelLayout) -> float:
-    """Return bytes that a unit keeps while only gradients of its products' weights are still to be computed.
-
-    These are gradients of outputs; and inputs, where blocks are computed again: otherwise those are saved anyway.
-    """
-    outputs = inputs = 0.0
-    for work in unit.forward:
-        if work.shape and work.kind is WorkKind.PRODUCT:
-            rows, columns, sums = work.shape
-            parts = layout.tensor / layout.expert_split if work.groups else 1
-            outputs += rows * columns * work.count / (layout.tensor if work.divided == "columns" else parts)
-            inputs += rows * sums * work.count / (layout.tensor if work.divided == "sums" else parts)
-    width = layout.widths.parameter
-    # Products of one input, as those to queries and keys, share it.
-    everything = unit.saved[Recompute.NONE].on(layout.tensor, layout.sequence) if Recompute.NONE in unit.saved else 0.0
-    return width * outputs + (min(everything, width * inputs) if layout.recompute.repeats else 0.0)
 
 
 def _in_chunks(unit: UnitCost, profile: _Profile, layout: ParallelLayout) -> _Profile:

@@ -17,7 +17,7 @@ from zeromesh.base.randomness import drawing_from, random_state
 from zeromesh.comm.collectives import Group, Pending
 from zeromesh.parallel.pipeline.runtime.record import Recorder
 from zeromesh.parallel.pipeline.runtime.stage import Handed, Header, Stages, TensorForm
-from zeromesh.parallel.pipeline.schedule.actions import BACKWARDS, LAST, Action, Kind, Schedule, ScheduleError
+from zeromesh.parallel.pipeline.schedule.actions import BACKWARDS, LAST, Action, Kind, Schedule
 from zeromesh.parallel.pipeline.schedule.validate import validate
 
 # Tags on the pipeline axis; messages of one tag between two ranks arrive in the order of sending.
@@ -111,7 +111,9 @@ class _Program:
     @classmethod
     def of(cls, schedule: Schedule, rank: int) -> _Program:
         """Return the program of a rank; raise ScheduleError if it cannot be carried out."""
-        require_carried_out(schedule)
+        # A run would leave out what has no use, or wait for what does not come.
+        training = any(kind in BACKWARDS or kind in LAST for kind, _, _ in schedule.present)
+        validate(schedule, training=training, messages=True)
         actions = schedule.ranks[rank]
         last = {action.stage: action for action in actions if action.kind in LAST}
         split, again = (
@@ -122,20 +124,6 @@ class _Program:
         return cls(
             schedule, tuple((action, action == last.get(action.stage)) for action in actions), trains, split, again
         )
-
-
-def require_carried_out(schedule: Schedule) -> None:
-    """Raise ScheduleError, with the action and its place, for a schedule of which a run would leave something out.
-
-    That is a kind that is not in ``METHODS``, an action that has no use, or one whose result or message is missing.
-    """
-    for rank, actions in enumerate(schedule.ranks):
-        for position, action in enumerate(actions):
-            if action.kind not in METHODS:
-                rule = f"the interpreter carries out {', '.join(METHODS)}; leave it out"
-                raise ScheduleError("not carried out", rule, schedule, rank, position)
-    training = any(kind in BACKWARDS or kind in LAST for kind, _, _ in schedule.present)
-    validate(schedule, training=training, messages=True)
 
 
 class Interpreter:
@@ -169,7 +157,7 @@ class Interpreter:
             sends_all: see ``Stages.run``.
 
         Raises:
-            ScheduleError: before the first action, if one of them is not carried out.
+            ScheduleError: before the first action, if one of them has no use, or lacks what it needs.
         """
         key = id(schedule), rank
         if key not in self._programs:
@@ -397,4 +385,4 @@ METHODS: Mapping[Kind, Callable[[_Running, int, int], None]] = {
     Kind.RECEIVE_GRADIENT: _Running._receive_gradient,
     Kind.RECOMPUTE: _Running._recompute,
 }
-"""Kind of an action -> what carries it out. A schedule with any other is refused."""
+"""Kind of an action -> what carries it out."""
