@@ -77,7 +77,7 @@ def test_auto_is_a_value_where_it_means_something() -> None:
 
 @pytest.mark.parametrize(
     ("pipeline", "said"),
-    [({"recompute": True}, "leave pipeline.recompute out"), ({"schedule": {"file": "own.txt"}}, "name a schedule")],
+    [({"recompute": True}, "leave pipeline.recompute out"), ({"schedule": {"file": "own.txt"}}, "name one there")],
 )
 def test_a_plan_of_saved_tensors_refuses_what_it_cannot_count(pipeline: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
