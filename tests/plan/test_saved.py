@@ -12,7 +12,7 @@ from zeromesh.apps.plan.cost.cost import ModelCost
 from zeromesh.apps.plan.cost.cost_trace import TracedCost
 from zeromesh.apps.plan.cost.passes import TraceOptions
 from zeromesh.apps.plan.machine.presets import cluster
-from zeromesh.apps.plan.saved import RankPlan, choose, pack, places_of
+from zeromesh.apps.plan.saved import choose, pack, places_of
 from zeromesh.apps.plan.saved_costs import Candidate, SavedCosts, saved_costs
 from zeromesh.apps.train.architectures.decoder import Decoder
 from zeromesh.apps.train.train_settings import ModelShape
@@ -64,19 +64,28 @@ def test_budgets_are_kept_and_more_bytes_never_take_longer(costs: SavedCosts) ->
     costs, seconds = replace(costs, link=0.0), []  # a fast link takes all that a small model saves
     for share in (0.0, 0.2, 0.5, 0.8, 1.0):
         budget = low + share * (high - low)
-        plan = choose(costs, budget)
-        assert costs.peak(plan) <= budget
-        seconds.append(costs.seconds(plan))
+        ((_, plans),) = choose([costs], [budget])
+        assert costs.peak(plans) <= budget
+        seconds.append(costs.seconds(plans))
     assert seconds[0] > seconds[2] > seconds[-1] == 0.0
     assert seconds == sorted(seconds, reverse=True)
-    assert any("addmm 4" in line and "s/GB" in line for line in RankPlan(costs, choose(costs, low)).lines())
+    assert any("addmm 4" in line and "s/GB" in line for line in choose([costs], [low])[0].lines())
 
 
 def test_budget_below_every_plan_names_the_smallest(costs: SavedCosts) -> None:
     with pytest.raises(ValueError, match="no plan needs less than") as caught:
-        choose(costs, 1000.0)
+        choose([costs], [1000.0])
     least = float(str(caught.value).partition("budget_gb to ")[2].partition(" ")[0]) * 1e9
-    assert costs.peak(choose(costs, least)) <= least
+    assert choose([costs], [least])[0].peak <= least
+
+
+def test_the_smallest_budget_is_that_of_all_ranks(cost: ModelCost) -> None:
+    layout = ParallelLayout(pipeline=2, schedule="gpipe", accumulation=4)
+    costs = saved_costs(cost, cluster("h100", 2), layout)
+    with pytest.raises(ValueError, match="no plan needs less than") as caught:
+        choose(costs, [1000.0, 1000.0])
+    least = float(str(caught.value).partition("budget_gb to ")[2].partition(" ")[0]) * 1e9
+    assert all(rank.peak <= least for rank in choose(costs, [least, least]))
 
 
 @pytest.mark.parametrize("plan", [BlockPlan(), BlockPlan(keeps_all=True)])

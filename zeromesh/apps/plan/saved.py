@@ -31,8 +31,6 @@ MOST_BRANCHES = 5_000
 
 ROUNDS = 3  # in which a plan takes what is left of a device
 
-BUDGET = "activation_checkpointing.budget_gb"
-
 
 class Knapsack(NamedTuple):
     """Choice for one block."""
@@ -42,27 +40,34 @@ class Knapsack(NamedTuple):
     bound: float  # seconds that no choice exceeds
 
 
-def choose(costs: SavedCosts, budget: float) -> Plans:
-    """Return the fastest plans of a rank's blocks whose activations need at most ``budget`` bytes.
+def choose(costs: Sequence[SavedCosts], budgets: Sequence[float]) -> tuple[RankPlan, ...]:
+    """Return the fastest plans of each pipeline rank whose activations need at most its budget, in bytes.
 
     Raises:
         ValueError: no plan needs so little; the text has the smallest budget that works.
     """
-    best, least, fastest = None, inf, inf
-    for plans in _plans(costs, budget):
-        if costs.moved(plans) > costs.host:
-            continue
-        peak, seconds = costs.peak(plans), costs.seconds(plans)
-        least = min(least, peak)
-        if peak <= budget and seconds < fastest:
-            best, fastest = plans, seconds
-    if best is None:
+    ranks, lacking_ranks = [], []
+    for rank, budget in zip(costs, budgets, strict=True):
+        best, least, fastest = None, inf, inf
+        for plans in _plans(rank, budget):
+            if rank.moved(plans) > rank.host:
+                continue
+            peak, seconds = rank.peak(plans), rank.seconds(plans)
+            least = min(least, peak)
+            if peak <= budget and seconds < fastest:
+                best, fastest = plans, seconds
+        if best is None:
+            lacking_ranks.append((least, budget))
+        else:
+            ranks.append(RankPlan(rank, best))
+    if lacking_ranks:
+        least, budget = max(lacking_ranks)
         raise ValueError(
             f"activations may take {budget / 1e9:.6g} GB of a device, and no plan needs less than {bytes_text(least)}: "
-            f"set {BUDGET} to {ceil(least / 1e3) / 1e6:.15g} or more, if the device has it, or choose a smaller "
-            "micro-batch"
+            f"set activation_checkpointing.budget_gb to {ceil(least / 1e3) / 1e6:.15g} or more, if the device has it, "
+            "or choose a smaller micro-batch"
         )
-    return best
+    return tuple(ranks)
 
 
 def _plans(costs: SavedCosts, budget: float) -> Iterator[Plans]:
@@ -241,20 +246,16 @@ def planned_cost(
     ``firsts`` are the names of the first block of each pipeline stage; None: as the planner cuts the model.
     """
     cost = source.at(layout.micro_batch * settings.rows_per_sample, sequence, layout.context)
-    costs = saved_costs(cost, machine, layout, None if firsts is None else places_of(cost, firsts))
+    places = None if firsts is None else places_of(cost, firsts)
+    costs = saved_costs(cost, machine, layout, places)
     if settings.compile.enabled:
         costs = [replace(rank, link=0.0) for rank in costs]  # moves cannot be traced
-
-    def chosen(budgets: Sequence[float]) -> PlannedCost:
-        plans = map(choose, costs, budgets)
-        return PlannedCost(source, tuple(map(RankPlan, costs, plans)))
-
     if (gigabytes := settings.activation_checkpointing.budget_gb) is not None:
-        return chosen([gigabytes * 1e9] * len(costs))
+        return PlannedCost(source, choose(costs, [gigabytes * 1e9] * len(costs)))
 
     def left(of: CostSource, only: bool) -> list[float]:
         """Return the bytes of a device that each pipeline rank of a run leaves, or its states alone."""
-        ranks = memory_of(of, sequence, layout, machine)
+        ranks = memory_of(of, sequence, layout, machine, places=places)
         if only:
             ranks = [replace(rank, timeline=tuple(map(_without_activations, rank.timeline))) for rank in ranks]
         node = machine.nodes[0][0]
@@ -264,11 +265,11 @@ def planned_cost(
         return [-lacking([rank], layout, machine, share)["device"] / sharing for rank in ranks]
 
     budgets = left(source, only=True)
-    planned = chosen(budgets)
+    planned = PlannedCost(source, choose(costs, budgets))
     # States and activations are not at their most at the same moment: what is left is given to the plan.
     for _ in range(ROUNDS):
         budgets = [budget + more for budget, more in zip(budgets, left(planned, only=False), strict=True)]
-        larger = chosen(budgets)
+        larger = PlannedCost(source, choose(costs, budgets))
         if min(left(larger, only=False)) < 0:
             break
         planned = larger

@@ -68,6 +68,7 @@ def memory_of(
     machine: Machine | None = None,
     conventions: Convention = ZEROMESH,
     sums: SumPlace | None = None,
+    places: Sequence[range] | None = None,
 ) -> list[RankMemory]:
     """Return the memory of every pipeline rank.
 
@@ -78,13 +79,14 @@ def memory_of(
         machine: devices, whose context is counted; None: it is left out.
         conventions: what is kept of each state; by default as the engine does.
         sums: where gradients are summed; None: where such a machine does.
+        places: of each stage's units; None: as the planner cuts the model.
 
     Raises:
         ValueError: the pipeline has more stages than the model has blocks, or the schedule does not fit the layout.
     """
     units = source.at(layout.micro_batch, sequence, layout.context).units
     profiles = _profiles(units, layout, conventions)
-    places = stage_units(units, layout.pipeline * layout.chunks, even=not conventions.engine)
+    places = places or stage_units(units, layout.pipeline * layout.chunks, even=not conventions.engine)
     stages = [_runs(profiles, place) for place in places]
     processor = any(node.device.processor for node, _ in machine.nodes) if machine else False
     if sums is None and processor and machine:
