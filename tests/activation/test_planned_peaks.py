@@ -27,9 +27,6 @@ GRADIENTS = 2 * 4 * 12 * 64 * 64
 LEAST = {"vit": 0.96}
 """Measured parts of predicted peaks: of a ViT's blocks, the last one's backward is for one token, and needs less."""
 
-MOST = {("bert", True): 1.1}
-"""The same where results are moved: with all of eager attention's moved, 8 % more is measured, for no known reason."""
-
 
 class Lines(Dataset[Any]):
     """Samples of a model, by their names."""
@@ -209,9 +206,8 @@ def test_planned_peaks_are_measured_and_bits_stay(
     assert got.planned is not None
     if link:
         assert any(Saved.MOVE in (plan.inputs, *plan.results.values()) for plan in got.planned.ranks[0].plans)
-    most = MOST.get((name, link), 1 + AIM)
     for run in whole, got:
         peak, predicted = run.peak, run.planned.ranks[0].peak
-        assert LEAST.get(name, 1 - AIM) * predicted <= peak <= most * predicted + GRADIENTS
+        assert LEAST.get(name, 1 - AIM) * predicted <= peak <= (1 + AIM) * predicted + GRADIENTS
     assert got.loss == whole.loss
     assert all(torch.equal(value, whole.weights[key]) for key, value in got.weights.items())

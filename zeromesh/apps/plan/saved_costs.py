@@ -42,7 +42,7 @@ class BlockCost:
     transient: float  # bytes beyond, at most, in its passes
     late: float  # bytes that are kept while only gradients of weights are still to be computed
     candidates: tuple[Candidate, ...]
-    results: tuple[tuple[tuple[str, int], float, float], ...]  # by operator: bytes that autograd keeps, and others
+    results: tuple[tuple[tuple[str, int], float, float], ...]  # by operator: bytes, and those beyond ``everything``
     is_received: bool = False  # its inputs are another stage's, and stay on the device in any case
 
     def held(self, plan: BlockPlan) -> float:
@@ -60,13 +60,12 @@ class BlockCost:
         return moved_bytes + (self.inputs if plan.inputs is Saved.MOVE else 0.0)
 
     def beyond(self, plan: BlockPlan) -> float:
-        """Return the bytes of its recomputation beyond all that autograd keeps."""
-        # Results that autograd does not keep are let go of when the recomputation has taken them.
-        most = ahead = 0.0
-        for key, saved, unsaved in () if plan.keeps_all else reversed(self.results):
-            ahead += unsaved if key in plan.results else -saved
-            most = max(most, ahead)
-        return most
+        """Return the bytes of its recomputation beyond ``transient``: results of the plan wait there to be taken."""
+        ahead, most = 0.0, self.transient
+        for key, size, live in () if plan.keeps_all else reversed(self.results):
+            most = max(most, live + ahead)
+            ahead += size if key in plan.results else 0.0
+        return most - self.transient
 
     def at_work(self, plan: BlockPlan) -> float:
         """Return the most bytes in its backward, when all that it needs is there again."""
@@ -239,7 +238,7 @@ def _block(speed: KernelSpeed, unit: UnitCost) -> BlockCost:
     candidates = tuple(
         Candidate(call.key, size, seconds) for call, size, _, seconds in calls if call.keepable and size and seconds > 0
     )
-    results = tuple((call.key, size - unsaved, unsaved) for call, size, unsaved, _ in calls)
+    results = tuple((call.key, size, call.beyond.on(tensor, sequence)) for call, size, *_ in calls)
     policies = Recompute.BLOCKS, Recompute.NONE, Recompute.PLANNED
     inputs, everything, both = (unit.saved[policy].on(tensor, sequence) for policy in policies)
     passing = min(speed.total(unit.forward), speed.total(unit.input, True) + speed.total(unit.weight))
