@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from zeromesh.apps.plan.automatic import example_of
+from zeromesh.apps.plan.automatic import example_of, planned_by_first
 from zeromesh.base.saved_tensors import BlockPlan, Saved
 from zeromesh.base.words import bytes_text, counted
-from zeromesh.comm.agreement import agree_run, texts
 from zeromesh.comm.environment import Environment
 from zeromesh.engine.initialize.run_plan import Plan
 
@@ -29,14 +28,13 @@ def choose_saved(plan: Plan, settings: Settings, environment: Environment) -> Pl
     if not settings.activation_checkpointing.planned:
         return plan
 
-    def rows() -> list[list[object]]:
-        # One rank plans for all: what it measures of the machine may differ from rank to rank.
-        return _rows(plan, settings, environment) if environment.rank == 0 else []
-
-    local_rows = agree_run(plan.world, "plan what its blocks save", rows)
+    planned = partial(_rows, plan, settings, environment)
+    rows = planned_by_first(plan.world, environment, "plan what its blocks save", planned)
     saved = {
         name: BlockPlan(Saved(inputs), {(operator, n): Saved(fate) for operator, n, fate in results}, keeps_all)
-        for name, inputs, keeps_all, results in json.loads(texts(plan.world, json.dumps(local_rows))[0])
+        for name, inputs, keeps_all, results in planned_by_first(
+            plan.world, environment, "plan what its blocks save", rows
+        )
     }
     return replace(plan, saved=saved)
 
