@@ -32,9 +32,7 @@ def choose_saved(plan: Plan, settings: Settings, environment: Environment) -> Pl
     rows = planned_by_first(plan.world, environment, "plan what its blocks save", planned)
     saved = {
         name: BlockPlan(Saved(inputs), {(operator, n): Saved(fate) for operator, n, fate in results}, keeps_all)
-        for name, inputs, keeps_all, results in planned_by_first(
-            plan.world, environment, "plan what its blocks save", rows
-        )
+        for name, inputs, keeps_all, results in rows
     }
     return replace(plan, saved=saved)
 
