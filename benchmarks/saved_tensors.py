@@ -29,7 +29,7 @@ from zeromesh.apps.plan import saved
 from zeromesh.apps.plan.saved import PlannedCost
 from zeromesh.apps.train.architectures.decoder import Decoder
 from zeromesh.apps.train.train_settings import ModelShape
-from zeromesh.base.saved_tensors import BlockPlan, SavedPlan
+from zeromesh.base.saved_tensors import BlockPlan
 
 LINE = "activation_checkpointing"
 SHARES = (0.1, 0.3, 0.6)  # of the way from the least bytes that a plan needs to those of keeping everything
@@ -98,13 +98,13 @@ def main() -> None:
     for name, section in ROWS.items():
         variants[name] = Variant(engine_step(section), None)
     engine_step("auto")  # for the costs
-    costs = plans[-1].costs
-    least, most = (costs.peak(SavedPlan((each,) * args.layers)) for each in (BlockPlan(), BlockPlan(keeps_all=True)))
+    costs = plans[-1].ranks[0].costs
+    least, most = (costs.peak((each,) * args.layers) for each in (BlockPlan(), BlockPlan(keeps_all=True)))
     variants["everything kept"].planned, variants["`full`"].planned = most, least
     for share in SHARES:
         budget = (least + share * (most - least)) * 1.00001
         step = engine_step({"enabled": True, "granularity": "auto", "budget_gb": budget / 1e9})
-        variants[f"`auto`, {budget / 1e6:.0f} MB"] = Variant(step, plans[-1].costs.peak(plans[-1].plan))
+        variants[f"`auto`, {budget / 1e6:.0f} MB"] = Variant(step, plans[-1].ranks[0].peak)
     for value in args.torch:
         variants[f"torch's `activation_memory_budget` {value:g}, compiled"] = Variant(
             _compiled(shape, tokens, value), None
