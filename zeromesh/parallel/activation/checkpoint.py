@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zeromesh.base.saved_tensors import BlockPlan, Saved
 from zeromesh.parallel.activation.choices import chooses, with_choices
@@ -83,6 +83,78 @@ def _checkpoint(
         options["early_stop"] = False
     # Without reentrant autograd, which keeps hooks, keyword arguments and random states right.
     return torch_checkpoint(Repeatable(function, modules), *args, **kwargs, **options)
+
+
+def checkpoint_parts(
+    function: Callable[..., Any],
+    modules: Sequence[nn.Module],
+    tensors: Sequence[Tensor],
+    cut: Callable[[Tensor], Sequence[Tensor]],
+) -> list[Any]:
+    """Call a function with each part of some tensors, and keep only these.
+
+    They are saved before the first call: a block around it that is computed again, and ends with it, stops there.
+
+    Args:
+        function: takes one part of each tensor.
+        modules: that it computes with.
+        tensors: to cut.
+        cut: returns the parts of a tensor, as views.
+
+    Returns:
+        What each call returns.
+    """
+    if not torch.is_grad_enabled():
+        return [function(*part) for part in zip(*map(cut, tensors), strict=True)]
+    inputs = _Saved(tensors, cut)
+    results = []
+    for number, part in enumerate(zip(*map(cut, tensors), strict=True)):
+        call = _OfPart(function, inputs, number, part)
+        # What torch saves for the call itself is nothing that a block around it would have to compute again.
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            # Of no elements: torch keeps the random states of the devices of what it is given.
+            results.append(_checkpoint(None, call, modules, BlockPlan(), None, (part[0].new_empty(0),), {}))
+    return results
+
+
+class _Saved:
+    """Tensors that autograd has saved, to be cut in the backward."""
+
+    def __init__(self, tensors: Sequence[Tensor], cut: Callable[[Tensor], Sequence[Tensor]]) -> None:
+        self._node: Any = _Save.apply(torch.empty(0, device="cpu", requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
+        self._cut, self._parts, self._task = cut, dict[int, tuple[Tensor, ...]](), -1
+
+    def part(self, number: int) -> tuple[Tensor, ...]:
+        """Return one part of each tensor."""
+        task = torch._C._current_graph_task_id()
+        if task == -1 or task != self._task or number not in self._parts:
+            # Once for all parts of a backward: a checkpoint around this gives what it computes again only once.
+            parts = zip(*map(self._cut, self._node.grad_fn.saved_tensors), strict=True)
+            self._parts, self._task = dict(enumerate(parts)), task
+        return self._parts.pop(number)
+
+
+class _Save(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, empty: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return empty.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise AssertionError("nobody differentiates by what is only saved")
+
+
+class _OfPart:
+    """Call of a function with a part, which its first call is given, and later ones take from what was saved."""
+
+    def __init__(self, function: Callable[..., Any], inputs: _Saved, number: int, part: tuple[Tensor, ...]) -> None:
+        self._function, self._inputs, self._number = function, inputs, number
+        self._part: tuple[Tensor, ...] | None = part
+
+    def __call__(self, _: Tensor) -> Any:
+        part, self._part = self._part, None
+        return self._function(*(self._inputs.part(self._number) if part is None else part))
 
 
 def checkpoint_modules(
