@@ -296,6 +296,8 @@ class _Inputs:
         self._tree = map_tensors((args, kwargs), take)
         self._places = {id(place): n for n, place in enumerate(places)}
         self._kept = entries
+        stream = visit.store.stream
+        self._copied = None if stream is None else stream.record_event()
 
     def __call__(self, _: Tensor, *staying: Tensor) -> Any:
         called_with, self._called_with = self._called_with, None
@@ -306,6 +308,9 @@ class _Inputs:
             return self._forward(*args, **kwargs)
         finally:
             _inside.reset(token)
+            if self._copied is not None:
+                # What the caller does next may change an input in place.
+                torch.accelerator.current_stream(self._visit.store.device).wait_event(self._copied)
 
     def _restored(self, staying: tuple[Tensor, ...]) -> tuple[Any, Any]:
         rest = iter(staying)
