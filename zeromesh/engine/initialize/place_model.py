@@ -308,11 +308,6 @@ class Placing:
             # A leaf has nothing inside that would be kept; recomputing it only costs time.
             inner = (name for name, module in units if chosen.targets or next(module.children(), None) is not None)
             plans = dict.fromkeys(inner, row)
-        elif settings.compile.enabled and any(plan.moves and plan.results for plan in plans.values()):
-            raise ValueError(
-                "a plan of saved tensors moves results, or inputs beside kept results, to the host, which cannot be "
-                "compiled; plan without moves, or set compile.enabled to false"
-            )
         if any(plan.moves for plan in plans.values()):
             from zeromesh.parallel.activation.activation_store import ActivationStore
 
