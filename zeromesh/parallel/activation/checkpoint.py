@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _How(NamedTuple):
-    """How a block is checkpointed."""
+    """Way in which a block is checkpointed."""
 
     plan: BlockPlan
     store: ActivationStore | None = None  # where the plan moves tensors to; None: they stay where they are
