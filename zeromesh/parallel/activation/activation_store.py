@@ -77,8 +77,10 @@ class ActivationStore:
         # A copy of the model, or one that is saved, has no store: its inputs stay where they are.
         return type(None), ()
 
-    def visit(self, forward: Callable[..., Any]) -> Visit:
-        """Return a place for what a call of a block's forward leaves until the backward."""
+    def visit(self, forward: Callable[..., Any]) -> Visit | None:
+        """Return a place for what a call of a block's forward leaves until the backward; None inside of another."""
+        if _inside.get() or torch.compiler.is_compiling():
+            return None
         if id(forward) in self._seen:  # another pass begins
             self._seen, self._last = set(), None
             self._known.clear()
@@ -86,12 +88,6 @@ class ActivationStore:
         visit = Visit(self, self._last)
         self._last = ref(visit)
         return visit
-
-    @staticmethod
-    def active() -> bool:
-        """Return whether a block's inputs are kept now."""
-        # Inside of another block whose inputs are kept, only the outermost one keeps any.
-        return torch.is_grad_enabled() and not _inside.get() and not torch.compiler.is_compiling()
 
     def moves_input(self, tensor: Tensor) -> bool:
         """Return whether an input of a block waits elsewhere."""
@@ -136,7 +132,7 @@ class ActivationStore:
         wanted, others = ([] if call is None else call.entries for call in (visit, beside))
         for entry in filter(None, (reference() for reference in self._prefetched)):
             if not any(entry is other for other in (*wanted, *others)):
-                entry.drop()
+                entry.prefetched = None
         for entry in wanted:
             entry.start()
         self._prefetched = [ref(entry) for entry in (*wanted, *others)]
@@ -203,10 +199,6 @@ class KeptTensor:
         """Start to copy this rank's part to the device, unless it is there, or on its way."""
         if self._store.pool is not None and self.prefetched is None:
             self.prefetched = self._to_device()
-
-    def drop(self) -> None:
-        """Drop the copy on the device, which nobody took."""
-        self.prefetched = None
 
     def _to_device(self) -> tuple[Tensor, torch.Event | None]:
         there = torch.empty_like(self._part, device=self._store.device, pin_memory=False)

@@ -58,7 +58,7 @@ def _checkpoint(
     from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
     plan, store, compiled = how
-    visit = store.visit(function) if store is not None and store.active() else None
+    visit = None if store is None else store.visit(function)
     options: dict[str, Any] = {"use_reentrant": False}
     if compiled is not None:
         if torch.compiler.is_compiling():
