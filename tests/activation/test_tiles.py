@@ -146,6 +146,7 @@ class PreNorm(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("around", ["torch", "ours", "host", "selective", "nothing"])
 def test_a_recomputed_block_computes_its_tiles_twice(around: str) -> None:
     torch.manual_seed(0)
