@@ -132,7 +132,7 @@ class ActivationStore:
         wanted, others = ([] if call is None else call.entries for call in (visit, beside))
         for entry in filter(None, (reference() for reference in self._prefetched)):
             if not any(entry is other for other in (*wanted, *others)):
-                entry.prefetched = None
+                entry.drop()
         for entry in wanted:
             entry.start()
         self._prefetched = [ref(entry) for entry in (*wanted, *others)]
@@ -199,6 +199,10 @@ class KeptTensor:
         """Start to copy this rank's part to the device, unless it is there, or on its way."""
         if self._store.pool is not None and self.prefetched is None:
             self.prefetched = self._to_device()
+
+    def drop(self) -> None:
+        """Drop the copy on the device, which nobody took."""
+        self.prefetched = None
 
     def _to_device(self) -> tuple[Tensor, torch.Event | None]:
         there = torch.empty_like(self._part, device=self._store.device, pin_memory=False)
