@@ -313,6 +313,11 @@ def with_average(hidden: Tensor, module: Any) -> Tensor:
     return hidden * module.average.mul_(0.9)
 
 
+def with_new_average(hidden: Tensor, module: Any) -> Tensor:
+    module.average = module.average * 0.9
+    return hidden * module.average
+
+
 class With(Mlp):
     """Layers with a function between them."""
 
@@ -344,8 +349,9 @@ class InPlace(Mlp):
 
 
 def test_code_that_would_change_something_in_each_tile_is_refused() -> None:
-    modules = {"an attribute": With(with_count), "its buffer average": With(with_average), "its argument": InPlace()}
-    for changed, module in modules.items():
+    average = "its buffer average"
+    changes = [(average, With(with_average)), (average, With(with_new_average))]
+    for changed, module in [*changes, ("an attribute", With(with_count)), ("its argument", InPlace())]:
         with pytest.raises(ValueError, match=f"it changes {changed}, which it would in each tile"):
             find_tiled(nn.Sequential(module), [("0", module)])
 
