@@ -66,7 +66,7 @@ class TiledLayer(nn.Module):
             return linear_cls(inputs, outputs, bias=bias and last, **kwargs)
 
         columns = list(pairwise(self.in_parts))
-        self.linears = nn.ModuleList(
+        self.linears: Any = nn.ModuleList(
             nn.ModuleList(make(right - left, bottom - top, right == in_features) for left, right in columns)
             for top, bottom in pairwise(self.out_parts)
         )
@@ -77,8 +77,7 @@ class TiledLayer(nn.Module):
         """Return the outputs."""
         if not self.input_is_already_split:
             input_ = input_.split([right - left for left, right in pairwise(self.in_parts)], -1)
-        linears: Any = self.linears
-        rows = [self._sum([tile(part) for tile, part in zip(row, input_, strict=True)]) for row in linears]
+        rows = [self._sum([tile(part) for tile, part in zip(row, input_, strict=True)]) for row in self.linears]
         return self._join(rows)
 
     def _sum(self, outputs: list[Any]) -> Any:
@@ -102,9 +101,8 @@ class TiledLayer(nn.Module):
         if theirs != (self.in_features, self.out_features, self.use_bias):
             ours = (self.in_features, self.out_features, self.use_bias)
             raise AssertionError(f"copy_params_from: the layer has inputs, outputs and bias {theirs}, this one {ours}")
-        linears: Any = self.linears
         with GatheredParameters(list(other.parameters())):
-            for row, (top, bottom) in zip(linears, pairwise(self.out_parts), strict=True):
+            for row, (top, bottom) in zip(self.linears, pairwise(self.out_parts), strict=True):
                 for tile, (left, right) in zip(row, pairwise(self.in_parts), strict=True):
                     with GatheredParameters(list(tile.parameters()), modifier_rank=0):
                         tile.weight.copy_(other.weight[top:bottom, left:right])
