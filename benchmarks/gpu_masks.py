@@ -24,6 +24,7 @@ from zeromesh.parallel.context.spread_attention import ring
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 24 * 2**-8}
 TAG = 8
 WARMUP = 2
+CAUSAL = "causal"  # for which torch has a kernel that needs no mask
 SHARES = (
     0.3,
     0.05,
@@ -43,7 +44,7 @@ def rules_of(length: int, device: torch.device) -> dict[str, list[PairRule]]:
     padding = (index >= length * 3 // 4).long()
     causal = PairRule("causal", index, index, 0)
     return {
-        "causal": [causal],
+        CAUSAL: [causal],
         "window of 1/16": [causal, PairRule("window", index, index, high=length // 16 - 1)],
         "documents": [causal, PairRule("document", document, document, 0, 0)],
         "prefix of 1/4": [PairRule("causal", index, index * (index >= length // 4), 0)],
@@ -52,7 +53,7 @@ def rules_of(length: int, device: torch.device) -> dict[str, list[PairRule]]:
 
 
 def masks(options: Options, job: Options) -> Figures:
-    """Compare ring attention under each mask with torch's under a mask of all pairs, and measure both.
+    """Compare ring attention under each mask with torch's, which gets a mask of all pairs, and measure both.
 
     Options are ``length`` of the one sequence, ``heads``, ``key_heads``, ``width`` of a head and ``repeats`` of what is
     timed, in bf16. With one rank, the ring is the computation of blocks alone.
@@ -82,10 +83,12 @@ def masks(options: Options, job: Options) -> Figures:
         def spread(q: Tensor, k: Tensor, v: Tensor, pairs: RulePairs = pairs) -> Tensor:
             return ring(q, k, v, group, TAG, pairs=pairs)
 
-        def plain(q: Tensor, k: Tensor, v: Tensor, seen: Tensor = seen) -> Tensor:
+        mask = None if name == CAUSAL else seen
+
+        def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = mask) -> Tensor:
             # No kernel of CUDA takes both a mask and fewer key heads, and plain products would need all scores.
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
 
         for dtype, tolerance in TOLERANCES.items():
             own = [x.to(device, dtype) for x in operands]

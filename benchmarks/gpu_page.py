@@ -153,7 +153,7 @@ class Page:
             if not row.get("rows"):
                 continue
             dtypes = {name: most for name, (_, most) in row["rows"][0]["differences"].items()}
-            table = [["mask", "pairs over causal", "ms", "ms over causal", "torch, mask of all pairs: ms", "preparation: ms",
+            table = [["mask", "pairs over causal", "ms", "ms over causal", "torch's attention, ms", "preparation, ms",
                       *(f"{name} (at most {most:.2g})" for name, most in dtypes.items())]]  # fmt: skip
             causal = row["rows"][0]
             for one in row["rows"]:
@@ -182,8 +182,8 @@ class Page:
                 )])  # fmt: skip
             differences = ", ".join(f"{case} {value:.2g}" for case, value in row.get("differences", {}).items())
             parts.append(
-                f"{row['parameters'] / BILLION:.3g} G parameters of experts in bf16, with AdamW; other experts in each step. "
-                f"Weights differ from those on the device, over what was trained: {differences or 'not compared'}.\n\n"
+                f"{row['parameters'] / BILLION:.3g} G parameters of experts in bf16, with AdamW; other experts in each "
+                f"step. Weights differ from those on the device, over what was trained: {differences or '-'}.\n\n"
                 f"{lines_of(table)}"
             )
         return "\n\n".join(parts)
