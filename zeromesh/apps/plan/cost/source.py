@@ -53,13 +53,14 @@ def hugging_face_cost(
 
     def make(of: Any) -> nn.Module:
         with configured(source), torch.device("meta"):
-            return kind(of)
+            model = kind(of)
+        return adapt(model)
 
     name = str(getattr(config, "name_or_path", "") or kind.__name__)
     inputs = inputs_by_size(kind, config)
 
     def traced(of: Any) -> TracedCost:
-        return TracedCost(lambda: adapt(make(of)), inputs, options, name=name)
+        return TracedCost(lambda: make(of), inputs, options, name=name)
 
     short = shortened(config, make)
     return RepeatedCost(traced(short[0]), traced(config), short[1]) if short else traced(config)
