@@ -165,7 +165,7 @@ def verify_layout(
         from zeromesh.apps.cli import verify as verifying
 
         try:
-            verdict = verifying.run(verifying.VerifyQuestion(config, model, overrides, *arguments, **named))
+            verdict = verifying.run(config, model, overrides, *arguments, **named)
         except (ValueError, OSError, typer.Exit):
             raise
         except Exception as error:  # a user's function may raise anything, and a traceback's status is 1

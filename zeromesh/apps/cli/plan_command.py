@@ -416,8 +416,10 @@ def _explain(question: PlanQuestion, asked: AskedModel, machine: Machine) -> boo
             choices = explained_plan(planned.costs, planned.plan)
         judgement = judge(request, layout, planned)
     if question.as_json:
-        told = judgement.as_json() | _candidate_json(judgement.candidate) | ({"saved": choices} if choices else {})
-        write(json.dumps(told, indent=1) + "\n")
+        better = [{"layout": layout_text(b.layout), "seconds": b.time.seconds} for b in judgement.better]
+        told = {"fits": judgement.fits, "lacks": judgement.over, "states": judgement.states, "better": better}
+        told |= _candidate_json(judgement.candidate) | ({"saved": choices} if choices else {})
+        write(json.dumps(told | {"answer": judgement.sentences}, indent=1) + "\n")
         return judgement.fits
     _paragraphs([f"{question.explain} on {machine.name or 'the machine'}: {layout_text(layout)}"])
     write("\n")

@@ -91,17 +91,6 @@ def divide(amount: float, share: TensorShare) -> Divided:
     return Divided(split=amount) if share is TensorShare.SPLIT else Divided(tokens=amount)
 
 
-class TracedProduct(NamedTuple):
-    """Result of a product or of fused attention, which selective checkpointing keeps."""
-
-    stored: TracedStorage
-    summed: bool  # over tensor ranks, behind the operator, so that it is whole on each
-
-    def divided(self) -> Divided:
-        """Return its bytes."""
-        return divide(self.stored.size, TensorShare.WHOLE if self.summed else self.stored.share)
-
-
 class Event(NamedTuple):
     """A storage appears or is freed."""
 
@@ -127,6 +116,8 @@ class TracedCall(NamedTuple):
     number: int  # of calls of this operator in the slot before
     results: tuple[TracedStorage, ...]
     kernels: tuple[KernelWork, ...]
+    is_product: bool  # or fused attention: selective checkpointing keeps the results
+    summed: bool  # over tensor ranks, behind the operator, so that the results are whole on each
 
 
 class _Facts(NamedTuple):
@@ -191,7 +182,6 @@ class StorageRecorder(OperatorListener):
         self._begins: list[int] = [0]  # sequence numbers of autograd with which slots begin
         self._slots: list[int] = [0]
         self._with_weight: set[int] = set()  # sequence numbers of nodes whose operation has a parameter
-        self.products: list[TracedProduct] = []  # of the forward
         self.calls: list[TracedCall] = []  # of the forward
         self.written: set[int] = set()  # by ``id``, storages that an operator changed in place
         self._called: Counter[tuple[int, str]] = Counter()
@@ -290,9 +280,6 @@ class StorageRecorder(OperatorListener):
                 continue
             weight = bool(weights) and not active
             stored.result(made_share, cut, weight, scores and tensor.ndim > 2, new=id(stored) not in operand_ids)
-        if not backward and active and keeps_result(func):
-            summed = cut is not None and not cut.outputs
-            self.products += [TracedProduct(stored, summed) for stored in result_storages if not stored.known]
         crosses = facts.product or facts.kind is WorkKind.LOOKUP
         if cut and active and not backward and made_share is not TensorShare.SPLIT and crosses:
             # A gather moves half of what a sum does.
@@ -309,7 +296,8 @@ class StorageRecorder(OperatorListener):
         new_storages = tuple(x for x in result_storages if id(x) not in operand_ids and not (x.known or x.weight))
         if new_storages and not backward:
             works = tuple(kernel for kernel, _ in kernels)
-            self.calls.append(TracedCall(self.slot, operator, number, new_storages, works))
+            is_product, summed = bool(active) and keeps_result(func), cut is not None and not cut.outputs
+            self.calls.append(TracedCall(self.slot, operator, number, new_storages, works, is_product, summed))
 
     def _enter_node(self) -> bool:
         """Attribute a backward's operator to the slot of the forward; return whether the forward had a parameter."""

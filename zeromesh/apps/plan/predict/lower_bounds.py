@@ -16,10 +16,13 @@ from zeromesh.apps.plan.cost.cost import CostSource, ModelCost, Recompute, UnitC
 from zeromesh.apps.plan.machine.calibration import calibration_on
 from zeromesh.apps.plan.machine.cluster import Device, Machine
 from zeromesh.apps.plan.machine.rates import Habits
-from zeromesh.apps.plan.predict.durations import Durations
+from zeromesh.apps.plan.predict.durations import Durations, UnitTime
 from zeromesh.base.placement import Placement, Tier
 from zeromesh.parallel.pipeline.schedule.generators import ROWS as SCHEDULES
 from zeromesh.parallel.pipeline.schedule.generators import Shape
+
+MOVES = (*("gather", "reduce", "replicas", "fetch", "read", "update", "host_update", "states_read", "states_written"),)
+"""Seconds of states, of ``UnitTime``."""
 
 EXPOSED = 0.4  # share of traffic that a pipeline does not hide; it decides about the order of a search alone
 
@@ -52,20 +55,6 @@ class _Passes(NamedTuple):
 
     total: float  # of all units
     block: float  # of the largest block
-
-
-class _Moves(NamedTuple):
-    """Seconds of the states of the whole model on one rank, by the resource that is busy."""
-
-    gather: float
-    reduce: float
-    replicas: float
-    fetch: float  # of parameters, from the host
-    read: float  # of parameters, from the disk
-    update: float  # on the device
-    host_update: float
-    states_read: float  # of the optimizer, from the disk
-    states_written: float
 
 
 class _Kinds(NamedTuple):
@@ -110,7 +99,7 @@ class TimeBound:
         self.sequence = sequence
         self.machine = machine
         self._passes: dict[tuple[object, ...], _Passes] = {}
-        self._moves: dict[tuple[object, ...], _Moves] = {}
+        self._moves: dict[tuple[object, ...], UnitTime] = {}
         self._known: dict[tuple[int, int], _Kinds] = {}
         self._saved: dict[tuple[object, ...], float] = {}
         self._parameters: dict[tuple[int, int], _Elements] = {}
@@ -250,7 +239,7 @@ class TimeBound:
             self._passes[key] = _Passes(sum(map(mul, times, counts)), block)
         return self._passes[key]
 
-    def _moves_of(self, layout: ParallelLayout) -> _Moves:
+    def _moves_of(self, layout: ParallelLayout) -> UnitTime:
         # All units are taken to be off the device; where a part of them is, the device's update of the rest is short.
         row, share = layout.row, 1.0
         if row.optimizer_tier is not Tier.DEVICE:
@@ -261,19 +250,11 @@ class TimeBound:
             # States do not depend on the size of a micro-batch.
             cost, counts = self._at(1, 1)
             units = Durations(replace(layout, micro_batch=1, row=row), self.machine, Habits()).units(cost)
-            self._moves[key] = _Moves(*(sum(map(mul, map(attrgetter(n), units), counts)) for n in _Moves._fields))
+            totals = {name: sum(map(mul, map(attrgetter(name), units), counts)) for name in MOVES}
+            self._moves[key] = UnitTime("all units", False, **totals)
         moves = self._moves[key]
-        return (
-            moves
-            if share == 1
-            else moves._replace(
-                host_update=share * moves.host_update,
-                states_read=share * moves.states_read,
-                states_written=share * moves.states_written,
-                fetch=share * moves.fetch,
-                read=share * moves.read,
-            )
-        )
+        away = ("host_update", "states_read", "states_written", "fetch", "read")
+        return moves if share == 1 else moves._replace(**{name: share * getattr(moves, name) for name in away})
 
 
 def held(layout: ParallelLayout) -> int:
