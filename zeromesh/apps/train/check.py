@@ -20,14 +20,21 @@ from zeromesh.apps.train.data.token_store import PreparedData, first_beyond
 from zeromesh.apps.train.data.tokenizer import load_tokenizer
 from zeromesh.apps.train.model import LanguageModel, Transformer, language_model
 from zeromesh.apps.train.run_folder import RunFolder
-from zeromesh.apps.train.train_settings import WITH_TOTAL, ResolvedTrainSettings, RunSettings, TextData, TrainSettings
+from zeromesh.apps.train.train_settings import (
+    REPORTING,
+    WITH_TOTAL,
+    ResolvedTrainSettings,
+    RunSettings,
+    TextData,
+    TrainSettings,
+)
 from zeromesh.base.words import counted
 from zeromesh.comm.detect import is_launched, may_restart
 from zeromesh.config.printing import changes
 from zeromesh.engine.initialize.trial import try_out
 from zeromesh.parallel.context.sequence_order import require_length
 
-FREE = frozenset(
+FREE = REPORTING.union(
     {
         "run",
         "mesh",
@@ -37,13 +44,6 @@ FREE = frozenset(
         "activation_checkpointing",
         "checkpoint",
         "spikes",  # which may be why the run is resumed
-        "steps_per_print",
-        "wall_clock_breakdown",
-        "profile",
-        "flops_profiler",
-        "tensorboard",
-        "wandb",
-        "csv_monitor",
         "dataloader_drop_last",
         "zero_allow_untested_optimizer",
     }

@@ -300,8 +300,12 @@ class RunSettings(Section):
         return self.keep_best or self.early_stop is not None
 
 
-# Schedules with rates of their own, which are the same for all groups of parameters.
 WITH_TOTAL = ("warmupdecaylr", "warmupcosinelr", "wsd")  # schedules with the number of all steps as a parameter
+REPORTING = frozenset(
+    ("steps_per_print", "wall_clock_breakdown", "profile", "flops_profiler", "tensorboard", "wandb", "csv_monitor")
+)
+"""Keys of what is told of a run, on which no result depends."""
+# Schedules with rates of their own, which are the same for all groups of parameters.
 ONE_RATE = ("warmuplr", "warmupdecaylr", "onecycle", "lrrangetest")
 
 

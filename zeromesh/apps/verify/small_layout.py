@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from zeromesh.apps.train.train_settings import REPORTING
 from zeromesh.base.axes import FOLDED, data_size, folded_problem, world_size
 from zeromesh.base.words import counted
 from zeromesh.config.errors import ConfigError
@@ -18,7 +19,7 @@ MOST_RANKS = 16  # that are started without being asked for
 MOST_MICRO_BATCHES = 4
 MOST_ROWS = 2
 
-APART = frozenset(
+APART = REPORTING.union(
     {
         "train_batch_size",
         "train_micro_batch_size_per_gpu",
@@ -32,13 +33,6 @@ APART = frozenset(
         "run",
         "curriculum_learning",
         "checkpoint",
-        "steps_per_print",
-        "wall_clock_breakdown",
-        "profile",
-        "flops_profiler",
-        "tensorboard",
-        "wandb",
-        "csv_monitor",
         "spikes",
         "host_memory_limit",
         "sequence_parallel_size",
