@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+from importlib import import_module
+from typing import Any
 
 OPTIONAL = ("mpi4py", "transformers", "peft", "datasets", "matplotlib", "tensorboard", "wandb")
 """Optional packages that ``zeromesh doctor`` looks for."""
@@ -24,6 +26,14 @@ def pip_install(*packages: str) -> str:
     return shlex.join(
         ["pip", "install", *(name for package in packages for name in _REQUIREMENTS.get(package, (package,)))]
     )
+
+
+def imported(module: str, purpose: str) -> Any:
+    """Return a module of an optional package; raise ValueError with its ``purpose`` where it is not installed."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ValueError(f"{purpose} ({error}): {pip_install(module.partition('.')[0])}") from None
 
 
 def torch_release(version: str) -> tuple[int, int]:

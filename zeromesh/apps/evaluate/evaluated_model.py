@@ -18,7 +18,7 @@ from zeromesh.apps.train.run_folder import RunFolder
 from zeromesh.apps.train.train_settings import TrainSettings
 from zeromesh.base.files import read_text
 from zeromesh.base.lengths import positions
-from zeromesh.base.requirements import pip_install
+from zeromesh.base.requirements import imported
 from zeromesh.checkpoint.checkpoint_folder import is_readable, locate
 from zeromesh.checkpoint.weights.export import ADAPTERS
 from zeromesh.checkpoint.weights.pretrained import configuration, is_model_id, model_folder
@@ -54,11 +54,8 @@ LONGEST = 4096  # tokens of a window of text, unless it is set: the logits of th
 
 def adapted_model(folder: Path, dtype: torch.dtype | str) -> nn.Module:
     """Return the model that adapters of PEFT name, with them; raise ValueError if the library is not installed."""
-    try:
-        from peft import AutoPeftModelForCausalLM
-    except ImportError as error:
-        raise ValueError(f"the adapters in {str(folder)!r} need PEFT ({error}): {pip_install('peft')}") from None
-    model: nn.Module = AutoPeftModelForCausalLM.from_pretrained(
+    peft = imported("peft", f"the adapters in {str(folder)!r} need PEFT")
+    model: nn.Module = peft.AutoPeftModelForCausalLM.from_pretrained(
         str(folder), dtype=dtype, local_files_only=True, trust_remote_code=False
     )
     return model

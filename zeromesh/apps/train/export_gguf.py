@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import torch
 from safetensors import safe_open
 
 from zeromesh.base.files import read_text
+from zeromesh.base.requirements import imported
 
 FILE = "model.gguf"
 
@@ -46,10 +46,7 @@ NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # types of tokens in the format
 
 def require_gguf() -> Any:
     """Return the package; raise ValueError if it is not installed."""
-    try:
-        return import_module("gguf")
-    except ImportError as error:
-        raise ValueError(f"--gguf needs the package gguf ({error}): pip install gguf") from None
+    return imported("gguf", "--gguf needs the package gguf")
 
 
 def write_gguf(folder: Path, target: Path) -> None:

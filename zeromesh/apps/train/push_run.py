@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from zeromesh import __version__
 from zeromesh.apps.train.model import Transformer, language_model
 from zeromesh.apps.train.run_folder import RunFolder
 from zeromesh.base.files import read_text, write_text
+from zeromesh.base.requirements import imported
 from zeromesh.base.words import scaled_text
 
 CARD = "README.md"
@@ -18,16 +18,11 @@ CARD = "README.md"
 
 def require_hub(name: str) -> Any:
     """Return the API of the Hub; raise ValueError if its package, a valid name or a token is missing."""
-    try:
-        import huggingface_hub
-        from huggingface_hub.errors import HFValidationError
-
-        utilities: Any = import_module("huggingface_hub.utils")
-    except ImportError as error:
-        raise ValueError(f"--hub needs the package huggingface_hub ({error}): pip install huggingface_hub") from None
+    purpose = "--hub needs the package huggingface_hub"
+    huggingface_hub, utilities = (imported(module, purpose) for module in ("huggingface_hub", "huggingface_hub.utils"))
     try:
         utilities.validate_repo_id(name)
-    except HFValidationError as error:
+    except utilities.HFValidationError as error:
         raise ValueError(f"--hub = {name!r} is no name of a repository, such as org/model: {error}") from None
     api = huggingface_hub.HfApi()
     if (api.token or huggingface_hub.get_token()) is None:

@@ -18,7 +18,7 @@ from zeromesh.apps.plan.cost.repeated_blocks import RepeatedCost, shortened
 from zeromesh.base.dry.model_inputs import InputSizes, inputs_of
 from zeromesh.base.files import LARGEST_TEXT, require_regular
 from zeromesh.base.lengths import option, positions
-from zeromesh.base.requirements import pip_install
+from zeromesh.base.requirements import imported
 from zeromesh.checkpoint.weights.hub_models import configured
 
 CONFIG = "config.json"
@@ -113,13 +113,7 @@ def token_inputs(ids: str = "input_ids", labels: str | None = "labels") -> Input
 
 
 def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ValueError(
-            f"planning for a model of Hugging Face needs transformers ({error}): {pip_install('transformers')}"
-        ) from error
-    return transformers
+    return imported("transformers", "planning for a model of Hugging Face needs transformers")
 
 
 def class_of(config: Any) -> type[nn.Module]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from zeromesh.base.files import LARGEST_RECORD, open_regular, require_regular
-from zeromesh.base.requirements import pip_install
+from zeromesh.base.requirements import imported
 
 Ids = NDArray[np.int64]
 Message = dict[str, Any]
@@ -199,18 +199,15 @@ def _wrapped(tokenizer: Tokenizer, name: str) -> TextTokenizer:
 
 
 def _of_folder(folder: Path) -> TextTokenizer:
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise ValueError(
-            f"the tokenizer in {str(folder)!r} needs the package transformers: {pip_install('transformers')}"
-        ) from None
+    transformers = imported("transformers", f"the tokenizer in {str(folder)!r} needs the package transformers")
     for file in folder.iterdir():
         if file.is_file() and file.suffix not in WEIGHTS:
             require_regular(file, LARGEST_RECORD)
     try:
         # No code of the folder is run: a tokenizer may come from anywhere.
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # kinds of tokenizers differ in what they raise
         raise ValueError(
             f"{str(folder)!r} holds no tokenizer that transformers can read without running code of its own: {error}"
