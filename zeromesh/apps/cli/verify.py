@@ -19,7 +19,7 @@ from zeromesh.apps.verify.shrink import HEAD, LENGTH, VOCABULARY, fewest_blocks,
 from zeromesh.apps.verify.small_layout import small_layout
 from zeromesh.apps.verify.verification_report import Verdict
 from zeromesh.apps.verify.verify_run import TIMEOUT, verify
-from zeromesh.base.drawing import require_matplotlib
+from zeromesh.base.drawing import require_picture
 
 
 def run(
@@ -35,7 +35,7 @@ def run(
 ) -> Verdict:
     """Compare, print the report, and write the picture; without ``model``, that of the configuration is compared."""
     if picture is not None:
-        require_matplotlib()  # before the work, which takes a minute
+        require_picture(picture)  # before the work, which takes a minute
     settings = planned(config, overrides, TrainSettings.load(config, overrides))
     subject: Any = model
     batch: Any = None
