@@ -176,11 +176,10 @@ def _written(question: PlanQuestion, asked: AskedModel, told: PlanAnswer, docume
         return
     where = " on each node" if nodes > 1 else ""
     note = f" ({asked.program} is your script)" if asked.program == SCRIPT else ""
+    written = f"The layout is in {config}."
     if question.out is None:
         written = f"Nothing was written. --out FOLDER writes this layout into {CONFIG}."
-        _paragraphs([f"{written} Start it{where} with{note}:"])
-    else:
-        _paragraphs([f"The layout is in {config}. Start it{where} with{note}:"])
+    _paragraphs([f"{written} Start it{where} with{note}:"])
     write(f"  {launch_command(result.best.layout, nodes, str(config), asked.program)}\n")
 
 

@@ -114,15 +114,8 @@ class Loop:
     def _note_spike(self, progress: Progress) -> None:
         """Record a step that is a spike."""
         if (spike := self.engine.spikes.last) is not None and self.metrics is not None:
-            self.metrics.write(
-                "spike",
-                progress.step,
-                samples=progress.samples,
-                name=spike.name,
-                value=spike.value,
-                usual=spike.usual,
-                skipped=spike.skipped,
-            )
+            values = {key: getattr(spike, key) for key in ("name", "value", "usual", "skipped")}
+            self.metrics.write("spike", progress.step, samples=progress.samples, **values)
 
     def _due(self, progress: Progress, every: int) -> bool:
         """Return whether the step is a multiple of ``every``; 0 means never."""

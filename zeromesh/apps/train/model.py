@@ -258,14 +258,11 @@ def quantization_config(chosen: Quantization, dtype: torch.dtype) -> Any:
 
     if chosen.library == "torchao":
         torchao: Any = import_module("torchao.quantization")
-
         group = torchao.granularity.PerGroup(GROUP)
+        int4: torch.dtype = torch.int4  # type: ignore[attr-defined]
         kinds = {
             8: torchao.Int8WeightOnlyConfig(),
-            4: torchao.IntxWeightOnlyConfig(
-                weight_dtype=torch.int4,  # type: ignore[attr-defined]
-                granularity=group,
-            ),
+            4: torchao.IntxWeightOnlyConfig(weight_dtype=int4, granularity=group),
         }
         return transformers.TorchAoConfig(kinds[chosen.bits])
     if chosen.bits == 8:

@@ -313,8 +313,7 @@ class Durations:
         # What a unit saves for its backward leaves behind the forward, and comes back before the backward.
         if not self.layout.activations_on_host or not unit.block:
             return 0.0
-        saved = unit.saved.get(self.layout.recompute)
-        return self._copy(saved.on(self.layout.tensor, self.layout.sequence)) if saved else 0.0
+        return self._copy(unit.kept(self.layout.recompute).on(self.layout.tensor, self.layout.sequence))
 
     def _copy(self, size: float) -> float:
         return self.host.latency + size / self.host.bandwidth if size > 0 else 0.0

@@ -12,7 +12,7 @@ from operator import attrgetter, mul
 from typing import NamedTuple
 
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
-from zeromesh.apps.plan.cost.cost import CostSource, ModelCost, Recompute, UnitCost
+from zeromesh.apps.plan.cost.cost import CostSource, ModelCost, UnitCost
 from zeromesh.apps.plan.machine.calibration import calibration_on
 from zeromesh.apps.plan.machine.cluster import Device, Machine
 from zeromesh.apps.plan.machine.rates import Habits
@@ -205,9 +205,8 @@ class TimeBound:
             cost, counts = self._at(layout.micro_batch, layout.context)
             self._saved[key] = 0.0
             for unit, count in zip(cost.units, counts, strict=True):
-                saved = unit.saved.get(layout.recompute) or unit.saved.get(Recompute.NONE)
-                if unit.block and saved is not None:
-                    self._saved[key] += saved.on(layout.tensor, layout.sequence) * count
+                if unit.block:
+                    self._saved[key] += unit.kept(layout.recompute).on(layout.tensor, layout.sequence) * count
         # Stages hold unlike numbers of blocks, so the rank that holds most micro-batches may have fewer than the mean.
         in_flight = held(layout) / layout.chunks
         return self._saved[key] / layout.pipeline * max(1.0, 0.8 * in_flight)

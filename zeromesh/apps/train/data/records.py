@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeromesh.apps.train.data.text_formats import OF_AN_ARRAY
-from zeromesh.apps.train.data.tokenizer import Ids, TextTokenizer
+from zeromesh.apps.train.data.tokenizer import Ids, TextTokenizer, template_errors
 from zeromesh.apps.train.train_settings import TextData
 from zeromesh.base.words import show, some
 
@@ -255,12 +255,8 @@ def _read_message(name: str, message: Any) -> dict[str, Any]:
 
 def _encode_chats(tokenizer: TextTokenizer, chats: Sequence[Chat]) -> Iterator[Tokens]:
     for chat in chats:
-        try:
+        with template_errors("it"):
             ids, mask = tokenizer.chat(chat.messages, chat.tools)
-        except ValueError:
-            raise
-        except Exception as error:  # templates may raise any type
-            raise ValueError(f"the tokenizer's chat template refuses it: {error}") from error
         if not mask[1:].any():
             raise ValueError(
                 "the tokenizer's chat template marks nothing of it as said by the assistant; look at where the "

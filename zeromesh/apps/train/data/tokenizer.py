@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -224,12 +225,8 @@ def _of_folder(folder: Path) -> TextTokenizer:
         return [np.array(ids, dtype=np.int64) for ids in encodings]
 
     def prompt(messages: Sequence[Message]) -> Ids:
-        try:
+        with template_errors("the messages"):
             return _render_ids(tokenizer, messages, True)
-        except ValueError:
-            raise
-        except Exception as error:  # templates may raise any type
-            raise ValueError(f"the tokenizer's chat template refuses the messages: {error}") from error
 
     def save(target: Path) -> None:
         tokenizer.save_pretrained(str(target))
@@ -248,6 +245,17 @@ def _of_folder(folder: Path) -> TextTokenizer:
         prompt=prompt,
         save=save,
     )
+
+
+@contextmanager
+def template_errors(refused: str) -> Iterator[None]:
+    """Raise errors of a chat template, which may be of any type, as ValueError that says what it refuses."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"the tokenizer's chat template refuses {refused}: {error}") from error
 
 
 def _render(tokenizer: Any, messages: Sequence[Message], tools: Tools = None) -> tuple[Ids, NDArray[np.bool_]]:
