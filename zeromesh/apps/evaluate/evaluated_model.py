@@ -26,6 +26,7 @@ from zeromesh.comm.agreement import agree_run, world_group
 from zeromesh.comm.environment import device_of_group
 from zeromesh.config.errors import ConfigError
 
+LAYOUT = ("mesh", "tensor_parallel", "sequence_parallel_size", "pipeline")
 KEPT = (
     "model",
     "huggingface",
@@ -38,17 +39,13 @@ KEPT = (
     "torch_autocast",
     "float8",
     "zero_optimization",
-    "mesh",
-    "tensor_parallel",
-    "sequence_parallel_size",
-    "pipeline",
     "units",
     "embedding_tables",
     "slots",
+    *LAYOUT,
 )
 """Sections of a run's settings on which its forward depends, and the memory of its weights."""
 
-LAYOUT = ("mesh", "tensor_parallel", "sequence_parallel_size", "pipeline")
 LONGEST = 4096  # tokens of a window of text, unless it is set: the logits of the longest that a model takes may not fit
 
 
@@ -189,16 +186,6 @@ class EvaluatedModel:
         saved = configuration(self.language.folder)[0].get_text_config().dtype
         return saved if isinstance(saved, torch.dtype) else torch.float32
 
-    def settings_for(self, ranks: int) -> TrainSettings:
-        """Return settings for so many ranks: the layout of the run if it fits them, else ZeRO-3."""
-        try:
-            self._settings.resolve_mesh(ranks)
-        except ConfigError:
-            values = self._settings.model_dump(mode="json", exclude_unset=True, exclude=set(LAYOUT))
-            values["zero_optimization"] = {**values.get("zero_optimization", {}), "stage": 3}
-            return TrainSettings.load(values, tells=False)
-        return self._settings
-
     @property
     def ranks(self) -> int:
         """Ranks to start, by default: those of the run, or one."""
@@ -208,7 +195,13 @@ class EvaluatedModel:
         """Return the engine, with the weights of the checkpoint or the folder. Collective."""
         world = world_group(device_of_group(init_distributed()))
         model = agree_run(world, "build the model", self._build)
-        settings = self.settings_for(world.size)
+        settings = self._settings
+        try:
+            settings.resolve_mesh(world.size)
+        except ConfigError:  # the layout of a run on other ranks
+            values = settings.model_dump(mode="json", exclude_unset=True, exclude=set(LAYOUT))
+            values["zero_optimization"] = {**values.get("zero_optimization", {}), "stage": 3}
+            settings = TrainSettings.load(values, tells=False)
         settings = settings.model_copy(update={"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1})
         engine, *_ = zeromesh.initialize(model, config=settings)
         if self.run is not None:

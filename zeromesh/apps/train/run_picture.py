@@ -50,11 +50,13 @@ def write_run_page(run: Path, live: bool = False) -> Path:
     with suppress(ValueError, OSError):  # of another version, or not written yet
         settings = folder.settings()
     report = _report(folder.report)
+    unit = "nats per token" if settings is None or settings.dpo is None else "nats per pair"
+    unit = unit if report is None else str(report["loss_unit"])
     steps = [record for record in records if record["kind"] == "train"]
     parts = [
         heading(run.absolute().name, _subtitle(settings, report, steps, live)),
         tiles(_figures(records, attempts)),
-        charts_html(charts(attempts[-MOST_ATTEMPTS:], records, times, _loss_unit(settings, report))),
+        charts_html(charts(attempts[-MOST_ATTEMPTS:], records, times, unit)),
         *([table("Summary", summary(report))] if report is not None else []),
         *([texts("Samples", report["samples"])] if report is not None and report["samples"] else []),
     ]
@@ -90,12 +92,6 @@ def _report(path: Path) -> dict[str, Any] | None:
         summary(report)
         return report
     return None
-
-
-def _loss_unit(settings: ResolvedTrainSettings | None, report: Mapping[str, Any] | None) -> str:
-    if report is not None:
-        return str(report["loss_unit"])
-    return "nats per token" if settings is None or settings.dpo is None else "nats per pair"
 
 
 def _subtitle(
