@@ -15,7 +15,7 @@ from zeromesh import Engine, init_distributed
 from zeromesh.apps.train.data.tokenizer import TextTokenizer, load_tokenizer
 from zeromesh.apps.train.model import BuiltIn, Transformer, language_model, quiet
 from zeromesh.apps.train.run_folder import RunFolder
-from zeromesh.apps.train.train_settings import TrainSettings
+from zeromesh.apps.train.train_settings import KEYS_BY_USE, TrainSettings
 from zeromesh.base.files import read_text
 from zeromesh.base.lengths import positions
 from zeromesh.base.requirements import imported
@@ -27,25 +27,6 @@ from zeromesh.comm.environment import device_of_group
 from zeromesh.config.errors import ConfigError
 
 LAYOUT = ("mesh", "tensor_parallel", "sequence_parallel_size", "pipeline")
-KEPT = (
-    "model",
-    "huggingface",
-    "lora",
-    "data",
-    "run",
-    "seed",
-    "fp16",
-    "bf16",
-    "torch_autocast",
-    "float8",
-    "zero_optimization",
-    "units",
-    "embedding_tables",
-    "slots",
-    *LAYOUT,
-)
-"""Sections of a run's settings on which its forward depends, and the memory of its weights."""
-
 LONGEST = 4096  # tokens of a window of text, unless it is set: the logits of the longest that a model takes may not fit
 
 
@@ -118,7 +99,7 @@ class EvaluatedModel:
     def _settings(self) -> TrainSettings:
         if self.run is not None:
             values = json.loads(self.run.settings().to_json())
-            values = {key: value for key, value in values.items() if key in KEPT}
+            values = {key: value for key, value in values.items() if key in KEYS_BY_USE["evaluation"]}
             values["zero_optimization"] |= {"offload_optimizer": None}
             return TrainSettings.load(values, tells=False)
         return TrainSettings.load(

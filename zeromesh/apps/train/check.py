@@ -21,7 +21,7 @@ from zeromesh.apps.train.data.tokenizer import load_tokenizer
 from zeromesh.apps.train.model import LanguageModel, Transformer, language_model
 from zeromesh.apps.train.run_folder import RunFolder
 from zeromesh.apps.train.train_settings import (
-    REPORTING,
+    KEYS_BY_USE,
     WITH_TOTAL,
     ResolvedTrainSettings,
     RunSettings,
@@ -33,22 +33,6 @@ from zeromesh.comm.detect import is_launched, may_restart
 from zeromesh.config.printing import changes
 from zeromesh.engine.initialize.trial import try_out
 from zeromesh.parallel.context.sequence_order import require_length
-
-FREE = REPORTING.union(
-    {
-        "run",
-        "mesh",
-        "slots",
-        "units",
-        "zero_optimization",
-        "activation_checkpointing",
-        "checkpoint",
-        "spikes",  # which may be why the run is resumed
-        "dataloader_drop_last",
-        "zero_allow_untested_optimizer",
-    }
-)
-"""Keys and sections that may change when a run is resumed: its result does not depend on them."""
 
 TOTAL = "total_num_steps"  # parameter of schedules
 UNKNOWN = 2**31 - 1
@@ -266,7 +250,12 @@ def require_unchanged(folder: RunFolder, settings: ResolvedTrainSettings, unknow
     if not folder.config.is_file():
         return
     before = folder.settings()
-    free = FREE | (set(MICRO) if before.data_size != settings.data_size else set()) | _automatic(settings) | unknown
+    free = (
+        {*KEYS_BY_USE["resume"]}
+        | (set(MICRO) if before.data_size != settings.data_size else set())
+        | _automatic(settings)
+        | unknown
+    )
     different = changes(before, settings, free)
     if different:
         lines = "".join(f"\n  {line}" for line in different)

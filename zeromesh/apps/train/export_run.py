@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
@@ -228,26 +229,11 @@ class Published(NamedTuple):
         return torch.cat([part.mT for part in parts] if self.transposed else parts, dim=-1).contiguous()
 
 
-# GPT-2 has one matrix for queries, keys and values, and its matrices are transposed.
-GPT_BLOCK: dict[str, Sequence[str]] = {
-    "ln_1": ("attention_norm",),
-    "attn.c_attn": ("attention.query", "attention.key", "attention.value"),
-    "attn.c_proj": ("attention.output",),
-    "ln_2": ("mlp_norm",),
-    "mlp.c_fc": ("mlp.up",),
-    "mlp.c_proj": ("mlp.down",),
-}
-LLAMA_BLOCK: dict[str, Sequence[str]] = {
-    "input_layernorm": ("attention_norm",),
-    "self_attn.q_proj": ("attention.query",),
-    "self_attn.k_proj": ("attention.key",),
-    "self_attn.v_proj": ("attention.value",),
-    "self_attn.o_proj": ("attention.output",),
-    "post_attention_layernorm": ("mlp_norm",),
-    "mlp.gate_proj": ("mlp.gate",),
-    "mlp.up_proj": ("mlp.up",),
-    "mlp.down_proj": ("mlp.down",),
-}
+# By architecture, the layers of a block in transformers, and those of the Decoder. GPT-2 has one matrix for queries,
+# keys and values, and its matrices are transposed.
+BLOCKS: dict[str, dict[str, list[str]]] = json.loads(
+    Path(__file__).with_name("published_names.json").read_text(encoding="utf-8")
+)
 
 
 def published_tensors(shape: ModelShape) -> Iterator[Published]:
@@ -262,7 +248,7 @@ def published_tensors(shape: ModelShape) -> Iterator[Published]:
         yield Published("model.embed_tokens.weight", ("embedding.weight",))
     for number in range(shape.layers):
         block = f"transformer.h.{number}" if gpt else f"model.layers.{number}"
-        for name, sources in (GPT_BLOCK if gpt else LLAMA_BLOCK).items():
+        for name, sources in BLOCKS[shape.architecture].items():
             for kind in kinds:
                 parts = tuple(f"blocks.{number}.{source}.{kind}" for source in sources)
                 transposed = gpt and kind == "weight" and not name.startswith("ln_")
