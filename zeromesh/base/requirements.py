@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -34,6 +35,18 @@ def imported(module: str, purpose: str) -> Any:
         return import_module(module)
     except ImportError as error:
         raise ValueError(f"{purpose} ({error}): {pip_install(module.partition('.')[0])}") from None
+
+
+def user_function(name: str) -> Any:
+    """Return a user's function by ``package.module:function``; raise ValueError if it cannot be imported."""
+    module, _, function = name.partition(":")
+    sys.path.insert(0, "")  # as `python -m` finds a user's module
+    try:
+        return getattr(import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"model {name!r} cannot be imported ({error}); name package.module:function") from None
+    finally:
+        sys.path.remove("")
 
 
 def torch_release(version: str) -> tuple[int, int]:

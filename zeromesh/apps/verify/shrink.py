@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from math import lcm
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from torch import nn
 
 from zeromesh.apps.plan.cost.cost_trace import CHOSEN
 from zeromesh.apps.plan.cost.source import class_of, inputs_by_size
+from zeromesh.base.requirements import user_function
 from zeromesh.checkpoint.weights.hub_models import model_folder
 from zeromesh.checkpoint.weights.pretrained import configuration
 from zeromesh.config.settings import Settings
@@ -107,15 +106,7 @@ def _named(name: str) -> tuple[Any, Any]:
                 "transformers, or package.module:function"
             )
         return configuration(folder.parent if folder.is_file() else folder)[0], None
-    module, _, function = name.partition(":")
-    sys.path.insert(0, "")  # as `python -m` finds a user's module
-    try:
-        make = getattr(import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"model {name!r} cannot be imported ({error}); name package.module:function") from None
-    finally:
-        sys.path.remove("")
-    result = make()
+    result = user_function(name)()
     model, batch = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{name} returned a {type(model).__name__}; return a module, or a module and a micro-batch")

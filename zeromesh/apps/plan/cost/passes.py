@@ -140,15 +140,12 @@ class TracedUnit:
         self.joins += size
 
 
-class TracedModel(NamedTuple):
-    """A model's units in the order of its forward."""
+def trace(
+    model: nn.Module, inputs: Inputs, options: TraceOptions, loss: Loss | None, cuts: Cuts
+) -> tuple[list[TracedUnit], bool]:
+    """Return a model's units in the order of its forward, and whether experts were taken to get as many tokens each.
 
-    units: list[TracedUnit]
-    balanced: bool  # experts were taken to get equal numbers of tokens
-
-
-def trace(model: nn.Module, inputs: Inputs, options: TraceOptions, loss: Loss | None, cuts: Cuts) -> TracedModel:
-    """Return what a forward and a backward say of a model's units; the model stays as it is.
+    The model stays as it is.
 
     Args:
         model: its parameters may be on any device, meta included.
@@ -163,7 +160,7 @@ def trace(model: nn.Module, inputs: Inputs, options: TraceOptions, loss: Loss | 
     run = _Trace(model, options, loss, cuts)
     try:
         with dry(model):
-            return TracedModel(run.run(inputs), run.dry_run.values.balanced)
+            return run.run(inputs), run.dry_run.values.balanced
     except TraceError:
         raise
     except Exception as error:

@@ -50,13 +50,6 @@ def devices_of_a_node(machine: Machine) -> int:
     return min(node.devices for node, _ in machine.nodes)
 
 
-class _Passes(NamedTuple):
-    """Seconds of a micro-batch on one rank that has the whole model."""
-
-    total: float  # of all units
-    block: float  # of the largest block
-
-
 class _Kinds(NamedTuple):
     """Units of a model, of which those that are alike are there once."""
 
@@ -98,7 +91,7 @@ class TimeBound:
         self.source = source
         self.sequence = sequence
         self.machine = machine
-        self._passes: dict[tuple[object, ...], _Passes] = {}
+        self._passes: dict[tuple[object, ...], tuple[float, float]] = {}
         self._moves: dict[tuple[object, ...], UnitTime] = {}
         self._known: dict[tuple[int, int], _Kinds] = {}
         self._saved: dict[tuple[object, ...], float] = {}
@@ -130,10 +123,10 @@ class TimeBound:
 
     def compute(self, layout: ParallelLayout) -> float:
         """Return seconds of the slowest stage, with the pipeline's idle time and sums that nothing hides."""
-        passes = self._passes_of(layout)
-        mean = passes.total / layout.pipeline
+        total, block = self._passes_of(layout)
+        mean = total / layout.pipeline
         # One of the ranks has at least so many blocks.
-        most = ceil(self.blocks / layout.pipeline) * passes.block
+        most = ceil(self.blocks / layout.pipeline) * block
         return self._factor * layout.accumulation * (max(mean, most) + self.bubble(layout) * mean)
 
     def expected(self, layout: ParallelLayout, compute: float, traffic: float, offload: float) -> float:
@@ -225,7 +218,8 @@ class TimeBound:
             self._parameters[tensor, shares] = _Elements(*amounts, *in_units)
         return self._parameters[tensor, shares]
 
-    def _passes_of(self, layout: ParallelLayout) -> _Passes:
+    def _passes_of(self, layout: ParallelLayout) -> tuple[float, float]:
+        """Return the seconds of a micro-batch on one rank: of the whole model, and of its largest block."""
         mesh = layout.tensor, layout.context, layout.pipeline, layout.expert, layout.sequence
         key = *mesh, layout.micro_batch, layout.recompute, layout.widths
         if key not in self._passes:
@@ -235,7 +229,7 @@ class TimeBound:
             alone = [unit._replace(lookup=0.0) for unit in units]
             times = [sum(s for _, s in (*u.compute_forward, *u.compute_backward)) for u in alone]
             block = max((seconds for unit, seconds in zip(units, times, strict=True) if unit.block), default=0.0)
-            self._passes[key] = _Passes(sum(map(mul, times, counts)), block)
+            self._passes[key] = sum(map(mul, times, counts)), block
         return self._passes[key]
 
     def _moves_of(self, layout: ParallelLayout) -> UnitTime:
