@@ -203,6 +203,8 @@ def test_the_report_is_json_and_a_picture(tmp_path: Path) -> None:
     file = tmp_path / "differences.png"
     report.draw(file)
     assert file.read_bytes().startswith(b"\x89PNG")
+    report.draw(file.with_suffix(".html"))
+    assert "largest relative differences in float64" in file.with_suffix(".html").read_text()
 
 
 class Dying(Net):

@@ -149,7 +149,8 @@ def verify(
     timeout: Annotated[float, typer.Option(min=1, metavar="S", help="Seconds that the processes have.")] = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON, for programs.")] = False,
     picture: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw the differences of all parameters into this PNG.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the differences of all parameters into this page (.html) or picture."),
     ] = None,
 ) -> None:
     """Show whether a layout trains a model as one plain process does: status 0 equal, 1 apart, 2 not verified."""

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from zeromesh.apps.plan.choose.plan_picture import PAGE_ENDS
 from zeromesh.apps.train.model import Transformer
 from zeromesh.apps.train.planned import planned
 from zeromesh.apps.train.screen import is_first, make_console, write
@@ -34,7 +35,7 @@ def run(
     picture: Path | None = None,
 ) -> Verdict:
     """Compare, print the report, and write the picture; without ``model``, that of the configuration is compared."""
-    if picture is not None:
+    if picture is not None and picture.suffix.lower() not in PAGE_ENDS:
         require_picture(picture)  # before the work, which takes a minute
     settings = planned(config, overrides, TrainSettings.load(config, overrides))
     subject: Any = model

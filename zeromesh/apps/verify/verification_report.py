@@ -12,9 +12,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from zeromesh.apps.plan.choose.plan_picture import PAGE_ENDS
 from zeromesh.apps.verify.cause import where
 from zeromesh.apps.verify.plain_training import PlainStep
 from zeromesh.apps.verify.ranks import ORDER, Finding, RankResult
+from zeromesh.base.chart_page import charts_html, heading, write_page
 from zeromesh.base.drawing import Grid, GridCell, draw_charts
 from zeromesh.base.words import counted
 
@@ -187,11 +189,19 @@ class Report:
         console.print(f"{self.sentence} ({self.seconds:.0f} s)")
 
     def draw(self, file: Path) -> None:
-        """Draw relative differences, parameters by steps; raise ValueError if nothing was compared, or as a picture."""
+        """Draw relative differences, parameters by steps, as a page, FILE.html, or a picture.
+
+        Raises:
+            ValueError: nothing was compared, or matplotlib is missing for a picture.
+        """
         charts = [_differences(trial, self.steps) for trial in self.trials if trial.findings]
         if not charts:
             raise ValueError("there is no picture, as nothing was compared")
-        draw_charts(file, f"{self.model}, {self.layout}: {self.verdict.name.lower()}", charts)
+        title = f"{self.model}, {self.layout}: {self.verdict.name.lower()}"
+        if file.suffix.lower() in PAGE_ENDS:
+            write_page(file, title, [heading(title, self.sentence), charts_html(charts)])
+        else:
+            draw_charts(file, title, charts)
 
 
 def _differences(trial: TrialReport, steps: int) -> Grid:

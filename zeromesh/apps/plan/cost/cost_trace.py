@@ -23,8 +23,8 @@ from zeromesh.apps.plan.cost.cost import (
     UnitCost,
     WorkKind,
 )
-from zeromesh.apps.plan.cost.cuts import cuts_of
 from zeromesh.apps.plan.cost.estimate import estimate
+from zeromesh.apps.plan.cost.live import cuts_of
 from zeromesh.apps.plan.cost.passes import (
     MOST_TENSOR,
     PHASES,

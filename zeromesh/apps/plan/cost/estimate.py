@@ -21,8 +21,7 @@ from zeromesh.apps.plan.cost.cost import (
     UnitCost,
     WorkKind,
 )
-from zeromesh.apps.plan.cost.cuts import cuts_of
-from zeromesh.apps.plan.cost.live import ParameterCut, TensorShare, divide
+from zeromesh.apps.plan.cost.live import ParameterCut, TensorShare, cuts_of, divide
 from zeromesh.apps.plan.cost.packed import frozen_of, packed_weights
 from zeromesh.apps.plan.cost.passes import TraceOptions, is_block
 from zeromesh.base.linear_arithmetic import is_transposed
