@@ -28,10 +28,11 @@ from zeromesh.apps.evaluate import evaluate_run
 from zeromesh.apps.evaluate.chat import Conversation, chat
 from zeromesh.apps.evaluate.evaluate_run import Wanted, run_rank
 from zeromesh.apps.evaluate.evaluated_model import EvaluatedModel
-from zeromesh.apps.evaluate.held_out import HeldOutDocument, read_documents, windows
+from zeromesh.apps.evaluate.held_out import read_documents, windows
 from zeromesh.apps.evaluate.multiple_choice import read_questions
 from zeromesh.apps.evaluate.serve_model import serve
 from zeromesh.apps.train.data.ordered_loader import NO_LABEL
+from zeromesh.apps.train.data.records import Tokens
 from zeromesh.apps.train.sample import TextWriter
 from zeromesh.apps.train.train_settings import TextData
 
@@ -114,7 +115,7 @@ def test_windows_score_each_token_once_with_what_a_plain_window_has_before_it(
 @pytest.mark.parametrize(("length", "stride"), [(4, 4), (4, 1), (5, 3), (100, 100)])
 def test_windows_hold_each_label_once(length: int, stride: int) -> None:
     ids = np.arange(11)
-    rows = list(windows(HeldOutDocument(ids, None, 0), length, stride))
+    rows = list(windows(Tokens(ids, None, 0), length, stride))
     labels = [int(label) for row in rows for label in row.labels if label != NO_LABEL]
     assert labels == list(range(1, 11))
     for row in rows:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from zeromesh.apps.train.expert_charts import expert_charts
 from zeromesh.apps.train.metrics import form_of
+from zeromesh.apps.train.run_picture import expert_charts
 from zeromesh.base.chart_page import charts_html
 from zeromesh.base.drawing import Grid
 

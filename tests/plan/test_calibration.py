@@ -175,7 +175,7 @@ def test_a_tight_layout_is_the_best_where_nothing_else_fits_and_is_said_to_be() 
     judged = judge(request, best.layout)
     assert judged.fits
     assert any(text.startswith("This is tight: ") for text in judged.sentences)
-    assert judged.as_json()["tight"]
+    assert judged.candidate.tight
 
 
 def test_progress_is_told_as_layouts_are_computed() -> None:

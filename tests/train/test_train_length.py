@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from commands import call, write_config
-from zeromesh.apps.train.best_loss import BEST, BestLoss
 from zeromesh.apps.train.data.ordered_loader import training_samples
 from zeromesh.apps.train.data.prepare_text import prepare
+from zeromesh.apps.train.loop import BEST, BestLoss
 from zeromesh.apps.train.metrics import read_metrics
 from zeromesh.apps.train.run_folder import RunFolder
 from zeromesh.apps.train.train_settings import WITH_TOTAL, EarlyStop, TrainSettings

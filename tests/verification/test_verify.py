@@ -203,6 +203,8 @@ def test_the_report_is_json_and_a_picture(tmp_path: Path) -> None:
     file = tmp_path / "differences.png"
     report.draw(file)
     assert file.read_bytes().startswith(b"\x89PNG")
+    report.draw(file.with_suffix(".html"))
+    assert "largest relative differences in float64" in file.with_suffix(".html").read_text()
 
 
 class Dying(Net):
@@ -227,11 +229,11 @@ def test_training_begins_only_after_an_equal_comparison(
     file = tmp_path / "config.json"
     file.write_text(json.dumps(CONFIG))
     called: list[Any] = []
-    monkeypatch.setattr("zeromesh.apps.cli.verify.run", lambda question: called.append(question) or verdict)
+    monkeypatch.setattr("zeromesh.apps.cli.verify.run", lambda *arguments: called.append(arguments) or verdict)
     monkeypatch.setattr("zeromesh.apps.train.train_run.train", lambda *_: called.append("trained"))
     result = call("train", file, "--verify", "--set", "run.steps=2")
     assert result.exit_code == verdict.value, result.output
-    assert called[0].overrides == ["run.steps=2"]
+    assert called[0][2] == ["run.steps=2"]
     assert ("trained" in called) is trains
 
 

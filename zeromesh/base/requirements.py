@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import sys
+from importlib import import_module
+from typing import Any
 
 OPTIONAL = ("mpi4py", "transformers", "peft", "datasets", "matplotlib", "tensorboard", "wandb")
 """Optional packages that ``zeromesh doctor`` looks for."""
@@ -24,6 +27,26 @@ def pip_install(*packages: str) -> str:
     return shlex.join(
         ["pip", "install", *(name for package in packages for name in _REQUIREMENTS.get(package, (package,)))]
     )
+
+
+def imported(module: str, purpose: str) -> Any:
+    """Return a module of an optional package; raise ValueError with its ``purpose`` where it is not installed."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ValueError(f"{purpose} ({error}): {pip_install(module.partition('.')[0])}") from None
+
+
+def user_function(name: str) -> Any:
+    """Return a user's function by ``package.module:function``; raise ValueError if it cannot be imported."""
+    module, _, function = name.partition(":")
+    sys.path.insert(0, "")  # as `python -m` finds a user's module
+    try:
+        return getattr(import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"model {name!r} cannot be imported ({error}); name package.module:function") from None
+    finally:
+        sys.path.remove("")
 
 
 def torch_release(version: str) -> tuple[int, int]:

@@ -32,16 +32,9 @@ def convert(
         from zeromesh.apps.train.screen import make_console
         from zeromesh.checkpoint.weights.convert import convert_checkpoint
 
+        shown = make_console()
         convert_checkpoint(
-            source,
-            target,
-            to,
-            tag=tag,
-            model=model,
-            strip=strip,
-            weights_only=weights_only,
-            ranks=ranks,
-            console=make_console(),
+            source, target, to, tag=tag, model=model, strip=strip, weights_only=weights_only, ranks=ranks, console=shown
         )
 
 

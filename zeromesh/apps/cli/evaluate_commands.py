@@ -63,18 +63,8 @@ def evaluate(
         from zeromesh.apps.evaluate.evaluated_model import EvaluatedModel
 
         names = tuple(name.strip() for name in (tasks or "").split(",") if name.strip())
-        wanted = Wanted(
-            data=tuple(data or ()),
-            choices=choices,
-            chat=chat,
-            tasks=names,
-            include=include,
-            limit=limit,
-            shots=fewshot,
-            length=length,
-            stride=stride,
-            batch=batch,
-        )
+        files = tuple(data or ())
+        wanted = Wanted(files, choices, chat, names, include, limit, fewshot, length, stride, batch)
         run(EvaluatedModel(model, tag, None if dtype is None else dtype.value), wanted, ranks, json)
 
 

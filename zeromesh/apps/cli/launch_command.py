@@ -89,7 +89,10 @@ def launch(command: Sequence[str], options: LaunchOptions) -> None:
         )
     if options.node_rank is not None and not 0 <= options.node_rank < most:
         raise ValueError(f"--node-rank is {options.node_rank}, but must be from 0 to {most - 1}")
-    ranks, secret = _ranks(options), _secret(options, master)
+    ranks = default_ranks() if options.ranks is None else options.ranks
+    if ranks < 1:
+        raise ValueError(f"--nproc is {ranks}, but must be at least 1")
+    secret = _secret(options, master)
     # Imported late, as it imports torch: what is wrong with the options should be said at once.
     from zeromesh.apps.launch.agent import LaunchPlan, run
 
@@ -221,14 +224,6 @@ def _secret(options: LaunchOptions, master: str) -> bytes:
             f"without a secret; {HOW}"
         )
     return secret if master else b""
-
-
-def _ranks(options: LaunchOptions) -> int:
-    """Return the number of ranks of a node as given, else one for each accelerator."""
-    ranks = default_ranks() if options.ranks is None else options.ranks
-    if ranks < 1:
-        raise ValueError(f"--nproc is {ranks}, but must be at least 1")
-    return ranks
 
 
 def _announcement(options: LaunchOptions, ranks: int, variables: dict[str, str]) -> str:

@@ -149,7 +149,8 @@ def verify(
     timeout: Annotated[float, typer.Option(min=1, metavar="S", help="Seconds that the processes have.")] = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON, for programs.")] = False,
     picture: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw the differences of all parameters into this PNG.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the differences of all parameters into this page (.html) or picture."),
     ] = None,
 ) -> None:
     """Show whether a layout trains a model as one plain process does: status 0 equal, 1 apart, 2 not verified."""
@@ -165,7 +166,7 @@ def verify_layout(
         from zeromesh.apps.cli import verify as verifying
 
         try:
-            verdict = verifying.run(verifying.VerifyQuestion(config, model, overrides, *arguments, **named))
+            verdict = verifying.run(config, model, overrides, *arguments, **named)
         except (ValueError, OSError, typer.Exit):
             raise
         except Exception as error:  # a user's function may raise anything, and a traceback's status is 1

@@ -59,8 +59,9 @@ def _busy_latency(world: Group, meet: Callable[[float], float]) -> float:
     # Where all cores compute, what sends and receives waits for its turn: many times what a message takes on idle ones.
     message, full = torch.zeros(MESSAGE), torch.zeros(world.size * MESSAGE)
     factors = (torch.randn(512, 384), torch.randn(384, 4096))
-    dtypes = (torch.bfloat16, torch.float32)
-    first, second = min(([factor.to(dtype) for factor in factors] for dtype in dtypes), key=_seconds_of_product)
+    # A processor without instructions for bf16 takes 50 times as long in bf16, and nobody trains in it there.
+    pairs = ([factor.to(dtype) for factor in factors] for dtype in (torch.bfloat16, torch.float32))
+    first, second = min(pairs, key=lambda pair: best_seconds(lambda: torch.mm(*pair), pair[0].device, tries=1))
 
     def seconds(sends: bool) -> float:
         meet(0.0)
@@ -75,11 +76,6 @@ def _busy_latency(world: Group, meet: Callable[[float], float]) -> float:
 
     seconds(True)
     return max(0.0, median(seconds(True) - seconds(False) for _ in range(MESSAGE_ROUNDS)))
-
-
-def _seconds_of_product(factors: Sequence[torch.Tensor]) -> float:
-    # A processor without instructions for bf16 takes 50 times as long in bf16, and nobody trains in it there.
-    return best_seconds(lambda: torch.mm(*factors), factors[0].device, tries=1)
 
 
 def save_machine(

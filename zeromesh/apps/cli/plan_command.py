@@ -16,21 +16,8 @@ from typing import Any
 
 from rich.console import Console
 
+from zeromesh.apps.cli import plan_questions as questions
 from zeromesh.apps.cli.plan_model import SCRIPT, Adapters, AskedModel, asked_model
-from zeromesh.apps.cli.plan_questions import (
-    IMAGES,
-    MOST_TOKENS,
-    SAMPLES,
-    adapters_text,
-    all_hold,
-    amount_text,
-    budget_text,
-    fewest_text,
-    hours_of,
-    largest_models,
-    on_devices,
-    price_per_hour,
-)
 from zeromesh.apps.plan.choose.answer import PlanAnswer, answer, layout_text, reason_of, sentences
 from zeromesh.apps.plan.choose.certainty import memory_word, mfu_text, seconds_text
 from zeromesh.apps.plan.choose.fit import host_bytes
@@ -131,7 +118,7 @@ def plan(question: PlanQuestion, machine: Machine) -> bool:
     """Print the plan, and write the files that are asked for; return whether anything fits."""
     if question.picture is not None and question.picture.suffix.lower() not in PAGE_ENDS:
         require_picture(question.picture)  # before the work
-    if question.goal == "cost" and not price_per_hour(machine):
+    if question.goal == "cost" and not questions.price_per_hour(machine):
         raise ValueError("--goal cost compares prices; give the price of a node per hour with --price")
     precision = precision_for(slowest(machine))
     if not question.model:
@@ -176,30 +163,29 @@ def _written(question: PlanQuestion, asked: AskedModel, told: PlanAnswer, docume
         return
     where = " on each node" if nodes > 1 else ""
     note = f" ({asked.program} is your script)" if asked.program == SCRIPT else ""
+    written = f"The layout is in {config}."
     if question.out is None:
         written = f"Nothing was written. --out FOLDER writes this layout into {CONFIG}."
-        _paragraphs([f"{written} Start it{where} with{note}:"])
-    else:
-        _paragraphs([f"The layout is in {config}. Start it{where} with{note}:"])
+    _paragraphs([f"{written} Start it{where} with{note}:"])
     write(f"  {launch_command(result.best.layout, nodes, str(config), asked.program)}\n")
 
 
 def _around(question: PlanQuestion, asked: AskedModel, told: PlanAnswer, precision: str) -> Iterator[str]:
     """Yield what else people ask: adapters, the fewest GPUs, hours and money."""
     request, best = told.result.request, told.result.best
-    if (best is None or not on_devices(best.layout)) and (
-        text := adapters_text(question.model, asked, request, precision)
+    if (best is None or not questions.on_devices(best.layout)) and (
+        text := questions.adapters_text(question.model, asked, request, precision)
     ):
         yield text
     if question.fewest:
-        yield fewest_text(request, question.fewest)
+        yield questions.fewest_text(request, question.fewest)
     if question.tokens and best is not None:
-        yield budget_text(best, question.tokens, _noun(asked))
+        yield questions.budget_text(best, question.tokens, _noun(asked))
 
 
 def _largest(question: PlanQuestion, machine: Machine, precision: str) -> bool:
     """Print which models fit a machine."""
-    batch, sequence = question.batch or SAMPLES * machine.devices, question.sequence or MOST_TOKENS
+    batch, sequence = question.batch or questions.SAMPLES * machine.devices, question.sequence or questions.MOST_TOKENS
     _paragraphs(_machine_lines(machine))
     _paragraphs(
         [
@@ -208,7 +194,7 @@ def _largest(question: PlanQuestion, machine: Machine, precision: str) -> bool:
         ]
     )
     write("\n")
-    lines = [*largest_models(machine, precision, batch, sequence)]
+    lines = [*questions.largest_models(machine, precision, batch, sequence)]
     write("\n".join(lines) + "\n")
     return any(not line.endswith("none") for line in lines)
 
@@ -228,16 +214,18 @@ def _request(
             raise ValueError(f"{question.model} takes images, which have no tokens; leave out --sequence")
         sequence = 1
     if sequence is None:
-        sequence = min(asked.limits.positions or MOST_TOKENS, MOST_TOKENS)
+        sequence = min(asked.limits.positions or questions.MOST_TOKENS, questions.MOST_TOKENS)
         assumed.append(f"sequences of {counted(sequence, 'token')} (--sequence)")
     if batch is None:
-        each = IMAGES if asked.images else SAMPLES
+        each = questions.IMAGES if asked.images else questions.SAMPLES
         batch = each * machine.devices
         assumed.append(f"batches of {counted(batch, 'sample')}, {each} for each device (--batch)")
     widths = PRECISIONS[precision]
     limits, goal, tables = asked.limits, question.goal, asked.tables
     processor = slowest(machine).processor  # its memory is the host's: states have nowhere else to rest
-    accepts = all_hold(None if asked.chain else lambda layout: layout.pipeline == 1, on_devices if processor else None)
+    accepts = questions.all_hold(
+        None if asked.chain else lambda layout: layout.pipeline == 1, questions.on_devices if processor else None
+    )
     source = asked.source if asked.resting is None else RestingCost(asked.source, widths.parameter)
     request = PlanRequest(source, machine, batch, sequence, limits, goal, widths, accepts=accepts, tables=tables)
     return replace(request, resting=asked.resting), assumed
@@ -319,11 +307,11 @@ def _header(result: PlanResult, asked: AskedModel, assumed: list[str]) -> None:
 
 def _budget(candidate: PlanCandidate, tokens: float) -> dict[str, str]:
     """Return hours and money of a whole training; without its tokens, the money of a million of them."""
-    price = price_per_hour(candidate.machine)
+    price = questions.price_per_hour(candidate.machine)
     if not tokens:
-        return {"per M": amount_text(candidate.price)} if price else {}
-    hours = hours_of(candidate, tokens)
-    return {"hours": amount_text(hours)} | ({"cost": amount_text(hours * price)} if price else {})
+        return {"per M": questions.amount_text(candidate.price)} if price else {}
+    hours = questions.hours_of(candidate, tokens)
+    return {"hours": questions.amount_text(hours)} | ({"cost": questions.amount_text(hours * price)} if price else {})
 
 
 def _line(number: int, candidate: PlanCandidate, tokens: float = 0.0) -> None:
@@ -352,8 +340,8 @@ def _as_json(
     told: PlanAnswer, document: dict[str, Any] | None, question: PlanQuestion, assumed: list[str], around: list[str]
 ) -> dict[str, Any]:
     result = told.result
-    best, price = result.best, price_per_hour(result.request.machine)
-    hours = hours_of(best, question.tokens) if best is not None and question.tokens else None
+    best, price = result.best, questions.price_per_hour(result.request.machine)
+    hours = questions.hours_of(best, question.tokens) if best is not None and question.tokens else None
     return {
         "model": result.request.source.name,
         "machine": result.request.machine.as_dict(),
@@ -416,8 +404,10 @@ def _explain(question: PlanQuestion, asked: AskedModel, machine: Machine) -> boo
             choices = planned.lines()
         judgement = judge(request, layout, planned)
     if question.as_json:
-        told = judgement.as_json() | _candidate_json(judgement.candidate) | ({"saved": choices} if choices else {})
-        write(json.dumps(told, indent=1) + "\n")
+        better = [{"layout": layout_text(b.layout), "seconds": b.time.seconds} for b in judgement.better]
+        told = {"fits": judgement.fits, "lacks": judgement.over, "states": judgement.states, "better": better}
+        told |= _candidate_json(judgement.candidate) | ({"saved": choices} if choices else {})
+        write(json.dumps(told | {"answer": judgement.sentences}, indent=1) + "\n")
         return judgement.fits
     _paragraphs([f"{question.explain} on {machine.name or 'the machine'}: {layout_text(layout)}"])
     write("\n")

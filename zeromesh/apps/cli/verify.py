@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,66 +11,51 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from zeromesh.apps.plan.choose.plan_picture import PAGE_ENDS
 from zeromesh.apps.train.model import Transformer
 from zeromesh.apps.train.planned import planned
 from zeromesh.apps.train.screen import is_first, make_console, write
 from zeromesh.apps.train.train_settings import ModelShape, TrainSettings
 from zeromesh.apps.verify.shrink import HEAD, LENGTH, VOCABULARY, fewest_blocks, subject_of
 from zeromesh.apps.verify.small_layout import small_layout
-from zeromesh.apps.verify.verification_report import Report, Verdict
+from zeromesh.apps.verify.verification_report import Verdict
 from zeromesh.apps.verify.verify_run import TIMEOUT, verify
-from zeromesh.base.drawing import require_matplotlib
+from zeromesh.base.drawing import require_picture
 
 
-@dataclass(frozen=True)
-class VerifyQuestion:
-    """Arguments of the command."""
-
-    config: Path
-    model: str | None = None  # None: that of the configuration
-    overrides: Sequence[str] = ()
-    ranks: int | None = None
-    steps: int = 3
-    whole: bool = False
-    timeout: float = TIMEOUT
-    as_json: bool = False
-    picture: Path | None = None
-
-
-def run(question: VerifyQuestion) -> Verdict:
-    """Compare, print the report, and write the picture."""
-    if question.picture is not None:
-        require_matplotlib()  # before the work, which takes a minute
-    settings = planned(question.config, question.overrides, TrainSettings.load(question.config, question.overrides))
-    model: Any = question.model
+def run(
+    config: Path,
+    model: str | None = None,
+    overrides: Sequence[str] = (),
+    ranks: int | None = None,
+    steps: int = 3,
+    whole: bool = False,
+    timeout: float = TIMEOUT,
+    as_json: bool = False,
+    picture: Path | None = None,
+) -> Verdict:
+    """Compare, print the report, and write the picture; without ``model``, that of the configuration is compared."""
+    if picture is not None and picture.suffix.lower() not in PAGE_ENDS:
+        require_picture(picture)  # before the work, which takes a minute
+    settings = planned(config, overrides, TrainSettings.load(config, overrides))
+    subject: Any = model
     batch: Any = None
     changes: list[str] = []
-    if model is None:
-        model, batch, changes = configured(settings, question.ranks, question.whole)
+    if subject is None:
+        subject, batch, changes = configured(settings, ranks, whole)
     progress = Console(stderr=True, soft_wrap=True, highlight=False, quiet=not is_first())
     report = verify(
-        model,
-        settings,
-        batch,
-        steps=question.steps,
-        ranks=question.ranks,
-        whole=question.whole,
-        timeout=question.timeout,
-        tell=progress.print,
+        subject, settings, batch, steps=steps, ranks=ranks, whole=whole, timeout=timeout, tell=progress.print
     )
     report.changes[:0] = changes
     if is_first():
-        _write(question, report)
+        if as_json:
+            write(json.dumps(report.as_dict(), indent=1) + "\n")
+        else:
+            report.show(make_console())
+        if picture is not None and report.verdict is not Verdict.UNVERIFIED:
+            report.draw(picture)
     return report.verdict
-
-
-def _write(question: VerifyQuestion, report: Report) -> None:
-    if question.as_json:
-        write(json.dumps(report.as_dict(), indent=1) + "\n")
-    else:
-        report.show(make_console())
-    if question.picture is not None and report.verdict is not Verdict.UNVERIFIED:
-        report.draw(question.picture)
 
 
 def configured(settings: TrainSettings, ranks: int | None, full_size: bool) -> tuple[nn.Module, Any, list[str]]:

@@ -74,8 +74,9 @@ def check(model: EvaluatedModel, wanted: Wanted) -> None:
     """Refuse what can be refused before a rank is started."""
     run = model.run
     assert model.checkpoint is not None or run is None  # raises if there is none
-    if wanted.tasks:
-        _require_harness()
+    if wanted.tasks and importlib.util.find_spec("lm_eval") is None:
+        needed = "--tasks needs lm-evaluation-harness: pip install lm_eval"
+        raise ValueError(f"{needed}; --choices FILE evaluates multiple choice without it")
     for option, value in (("--include", wanted.include), ("--limit", wanted.limit), ("--fewshot", wanted.shots)):
         if value is not None and not wanted.tasks:
             raise ValueError(f"{option} is for tasks of lm-evaluation-harness; name them with --tasks, or leave it out")
@@ -107,14 +108,6 @@ def check(model: EvaluatedModel, wanted: Wanted) -> None:
         )
     else:
         _held_out(model)
-
-
-def _require_harness() -> None:
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError(
-            "--tasks needs lm-evaluation-harness: pip install lm_eval; --choices FILE evaluates multiple choice "
-            "without it"
-        )
 
 
 def _held_out(model: EvaluatedModel) -> tuple[PreparedData, Preference | None]:

@@ -15,10 +15,10 @@ from zeromesh import Engine, init_distributed
 from zeromesh.apps.train.data.tokenizer import TextTokenizer, load_tokenizer
 from zeromesh.apps.train.model import BuiltIn, Transformer, language_model, quiet
 from zeromesh.apps.train.run_folder import RunFolder
-from zeromesh.apps.train.train_settings import TrainSettings
+from zeromesh.apps.train.train_settings import KEYS_BY_USE, TrainSettings
 from zeromesh.base.files import read_text
 from zeromesh.base.lengths import positions
-from zeromesh.base.requirements import pip_install
+from zeromesh.base.requirements import imported
 from zeromesh.checkpoint.checkpoint_folder import is_readable, locate
 from zeromesh.checkpoint.weights.export import ADAPTERS
 from zeromesh.checkpoint.weights.pretrained import configuration, is_model_id, model_folder
@@ -26,39 +26,14 @@ from zeromesh.comm.agreement import agree_run, world_group
 from zeromesh.comm.environment import device_of_group
 from zeromesh.config.errors import ConfigError
 
-KEPT = (
-    "model",
-    "huggingface",
-    "lora",
-    "data",
-    "run",
-    "seed",
-    "fp16",
-    "bf16",
-    "torch_autocast",
-    "float8",
-    "zero_optimization",
-    "mesh",
-    "tensor_parallel",
-    "sequence_parallel_size",
-    "pipeline",
-    "units",
-    "embedding_tables",
-    "slots",
-)
-"""Sections of a run's settings on which its forward depends, and the memory of its weights."""
-
 LAYOUT = ("mesh", "tensor_parallel", "sequence_parallel_size", "pipeline")
 LONGEST = 4096  # tokens of a window of text, unless it is set: the logits of the longest that a model takes may not fit
 
 
 def adapted_model(folder: Path, dtype: torch.dtype | str) -> nn.Module:
     """Return the model that adapters of PEFT name, with them; raise ValueError if the library is not installed."""
-    try:
-        from peft import AutoPeftModelForCausalLM
-    except ImportError as error:
-        raise ValueError(f"the adapters in {str(folder)!r} need PEFT ({error}): {pip_install('peft')}") from None
-    model: nn.Module = AutoPeftModelForCausalLM.from_pretrained(
+    peft = imported("peft", f"the adapters in {str(folder)!r} need PEFT")
+    model: nn.Module = peft.AutoPeftModelForCausalLM.from_pretrained(
         str(folder), dtype=dtype, local_files_only=True, trust_remote_code=False
     )
     return model
@@ -124,7 +99,7 @@ class EvaluatedModel:
     def _settings(self) -> TrainSettings:
         if self.run is not None:
             values = json.loads(self.run.settings().to_json())
-            values = {key: value for key, value in values.items() if key in KEPT}
+            values = {key: value for key, value in values.items() if key in KEYS_BY_USE["evaluation"]}
             values["zero_optimization"] |= {"offload_optimizer": None}
             return TrainSettings.load(values, tells=False)
         return TrainSettings.load(
@@ -192,16 +167,6 @@ class EvaluatedModel:
         saved = configuration(self.language.folder)[0].get_text_config().dtype
         return saved if isinstance(saved, torch.dtype) else torch.float32
 
-    def settings_for(self, ranks: int) -> TrainSettings:
-        """Return settings for so many ranks: the layout of the run if it fits them, else ZeRO-3."""
-        try:
-            self._settings.resolve_mesh(ranks)
-        except ConfigError:
-            values = self._settings.model_dump(mode="json", exclude_unset=True, exclude=set(LAYOUT))
-            values["zero_optimization"] = {**values.get("zero_optimization", {}), "stage": 3}
-            return TrainSettings.load(values, tells=False)
-        return self._settings
-
     @property
     def ranks(self) -> int:
         """Ranks to start, by default: those of the run, or one."""
@@ -211,7 +176,13 @@ class EvaluatedModel:
         """Return the engine, with the weights of the checkpoint or the folder. Collective."""
         world = world_group(device_of_group(init_distributed()))
         model = agree_run(world, "build the model", self._build)
-        settings = self.settings_for(world.size)
+        settings = self._settings
+        try:
+            settings.resolve_mesh(world.size)
+        except ConfigError:  # the layout of a run on other ranks
+            values = settings.model_dump(mode="json", exclude_unset=True, exclude=set(LAYOUT))
+            values["zero_optimization"] = {**values.get("zero_optimization", {}), "stage": 3}
+            settings = TrainSettings.load(values, tells=False)
         settings = settings.model_copy(update={"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1})
         engine, *_ = zeromesh.initialize(model, config=settings)
         if self.run is not None:

@@ -13,10 +13,11 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
-from zeromesh.apps.evaluate.held_out import HeldOutDocument, windows
+from zeromesh.apps.evaluate.held_out import windows
 from zeromesh.apps.evaluate.multiple_choice import encode_pair
 from zeromesh.apps.evaluate.scoring import Row, Scorer, continuation_row
 from zeromesh.apps.train.data.ordered_loader import NO_LABEL
+from zeromesh.apps.train.data.records import Tokens
 from zeromesh.apps.train.data.tokenizer import TextTokenizer
 
 DRAWN = frozenset({"until", "do_sample", "temperature", "max_gen_toks"})
@@ -73,7 +74,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         rows, owners = [], []
         for number, request in enumerate(requests):
             ids = np.array([self.prefix_token_id, *self.tok_encode(request.args[0])], dtype=np.int64)
-            for row in windows(HeldOutDocument(ids, None, 0), self.max_length, self.max_length):
+            for row in windows(Tokens(ids, None, 0), self.max_length, self.max_length):
                 rows.append(row)
                 owners.append(number)
         totals = [0.0] * len(requests)

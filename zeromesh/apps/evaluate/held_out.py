@@ -3,54 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zeromesh.apps.evaluate.scoring import Row, Scorer
 from zeromesh.apps.train.data.encode import Encoder, grouped
 from zeromesh.apps.train.data.ordered_loader import NO_LABEL
+from zeromesh.apps.train.data.records import Tokens
 from zeromesh.apps.train.data.sources import Part, find_documents, look
 from zeromesh.apps.train.data.text_formats import INDEXED, Document, portions
 from zeromesh.apps.train.data.tokenizer import Ids, TextTokenizer
 from zeromesh.apps.train.train_settings import TextData
-
-
-class HeldOutDocument(NamedTuple):
-    """A text, or a record."""
-
-    ids: Ids
-    mask: NDArray[np.bool_] | None  # True for ids that are scored; None if all are
-    size: int  # UTF-8 bytes of the text that is scored
-
-
-@dataclass
-class Total:
-    """Sums over the documents, and the figures that follow from them."""
-
-    documents: int = 0
-    tokens: int = 0  # that are scored
-    bytes: int = 0
-    likelihood: float = 0.0  # in nats
-
-    def add(self, document: HeldOutDocument) -> None:
-        """Count a document."""
-        self.documents += 1
-        self.bytes += document.size
-
-    def score(self, row: Row, likelihood: float) -> None:
-        """Count the tokens of a row that are scored."""
-        self.tokens += int((row.labels != NO_LABEL).sum())
-        self.likelihood += likelihood
-
-    def figures(self) -> dict[str, Any]:
-        """Return the loss in nats per token, the perplexity per token, and bits per byte."""
-        return figures(-self.likelihood / self.tokens, self.tokens, self.bytes) | {"documents": self.documents}
 
 
 def figures(loss: float, tokens: int, size: int) -> dict[str, Any]:
@@ -64,7 +30,7 @@ def figures(loss: float, tokens: int, size: int) -> dict[str, Any]:
     }
 
 
-def read_documents(data: TextData, files: Sequence[str], tokenizer: TextTokenizer) -> Iterator[HeldOutDocument]:
+def read_documents(data: TextData, files: Sequence[str], tokenizer: TextTokenizer) -> Iterator[Tokens]:
     """Yield the documents of files, as ``data`` says how to read them; raise ValueError if one cannot be read."""
     skipped: list[Document] = []
     part = Part("evaluation", f"--data = {list(files)}", (tuple(find_documents(files, data.suffixes)),), 1.0)
@@ -90,13 +56,13 @@ def read_documents(data: TextData, files: Sequence[str], tokenizer: TextTokenize
             document = np.concatenate(ids)
             if encoded.mask is None:
                 # The end of a text is the tokenizer's, and no part of the text.
-                yield HeldOutDocument(document[:-1], None, size)
+                yield Tokens(document[:-1], None, size)
             else:
-                yield HeldOutDocument(document, encoded.mask[start:stop].astype(bool), size)
+                yield Tokens(document, encoded.mask[start:stop].astype(bool), size)
             ids, size = [], 0
 
 
-def windows(document: HeldOutDocument, length: int, stride: int) -> Iterator[Row]:
+def windows(document: Tokens, length: int, stride: int) -> Iterator[Row]:
     """Yield rows of at most ``length`` tokens that score each token but the first once.
 
     A window begins ``stride`` tokens after the one before it, and scores what that one has not; the last reaches back
@@ -116,22 +82,20 @@ def windows(document: HeldOutDocument, length: int, stride: int) -> Iterator[Row
         scored = stop
 
 
-def score_documents(scorer: Scorer, documents: Iterator[HeldOutDocument], length: int, stride: int) -> dict[str, Any]:
+def score_documents(scorer: Scorer, documents: Iterator[Tokens], length: int, stride: int) -> dict[str, Any]:
     """Return the figures of all documents; raise ValueError if no token can be scored. Collective."""
-    total = Total()
-
-    read: deque[Row] = deque()  # rows that are not scored yet
+    count = size = tokens = 0
 
     def rows() -> Iterator[Row]:
+        nonlocal count, size, tokens
         for document in documents:
-            total.add(document)
+            count, size = count + 1, size + document.size
             for row in windows(document, length, stride):
-                if (row.labels != NO_LABEL).any():
-                    read.append(row)
+                if scored := int((row.labels != NO_LABEL).sum()):
+                    tokens += scored
                     yield row
 
-    for likelihood, _ in scorer.score(rows()):
-        total.score(read.popleft(), likelihood)
-    if not total.tokens:
+    likelihood = sum(value for value, _ in scorer.score(rows()))
+    if not tokens:
         raise ValueError("--data has no token to score: a token is predicted from those before it, and there is one")
-    return total.figures() | {"window": length, "stride": stride}
+    return figures(-likelihood / tokens, tokens, size) | {"documents": count, "window": length, "stride": stride}

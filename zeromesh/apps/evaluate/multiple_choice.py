@@ -9,15 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zeromesh.apps.evaluate.scoring import Row, Scorer, continuation_row
-from zeromesh.apps.train.data.text_formats import (
-    INDEXED,
-    TABLES,
-    Document,
-    format_of,
-    placed,
-    portions,
-    read_portion,
-)
+from zeromesh.apps.train.data import text_formats
 from zeromesh.apps.train.data.tokenizer import TextTokenizer
 from zeromesh.base.words import show
 
@@ -38,16 +30,16 @@ class Question(NamedTuple):
 
 def read_questions(path: Path) -> list[Question]:
     """Return the questions of a file; raise ValueError with the place of a wrong one."""
-    document = Document(path.name, path)
+    document = text_formats.Document(path.name, path)
     if not document.size:
         raise ValueError(f"--choices = {str(path)!r} {'is empty' if path.is_file() else 'is no file'}; name {WANTED}")
-    if (form := format_of(document)) in ("", INDEXED):
+    if (form := text_formats.format_of(document)) in ("", text_formats.INDEXED):
         raise ValueError(f"--choices = {str(path)!r} must be {WANTED}")
     questions = []
-    for portion in portions(document):
-        for number, record in read_portion(portion):
-            with placed(portion, number):
-                questions.append(_question(record, form in TABLES))
+    for portion in text_formats.portions(document):
+        for number, record in text_formats.read_portion(portion):
+            with text_formats.placed(portion, number):
+                questions.append(_question(record, form in text_formats.TABLES))
     if not questions:
         raise ValueError(f"--choices = {str(path)!r} has no question; it must be {WANTED}")
     return questions

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from zeromesh.apps.evaluate.evaluated_model import EvaluatedModel
@@ -45,19 +46,13 @@ def _program(engine: str | None) -> tuple[str, str]:
         places = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
         program = shutil.which(ENGINES[name][0]("", 0)[0], path=places)
         # transformers has the command without what its server needs.
-        if program is not None and (name != "transformers" or _has_server()):
+        if program is not None and (name != "transformers" or all(map(find_spec, ("fastapi", "uvicorn")))):
             return name, program
     lines = " or ".join(ENGINES[name][1] for name in (ENGINES if engine is None else [engine]))
     raise ValueError(
         f"no engine for inference is installed{'' if engine is None else f' as {engine}'}: {lines}; zeromesh chat "
         "needs none"
     )
-
-
-def _has_server() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("fastapi") is not None and find_spec("uvicorn") is not None
 
 
 def served_folder(model: EvaluatedModel) -> Path:

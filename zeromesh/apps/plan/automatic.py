@@ -127,22 +127,11 @@ def _plan(
     overrides = overrides_of(document_for(layout, precision), asked)
     cost = source.at(layout.micro_batch, sequence)
     doubt = "" if cost.exact else f"\nthe model could not be traced, so this is a rough estimate: {cost.note}"
-    if best is None:
-        _log.warning(
-            "no layout fits on %s; the planner takes the one that lacks the least memory:%s%s",
-            machine.name,
-            lines_of_overrides(overrides),
-            doubt,
-        )
-    else:
-        _log.info(
-            'the planner set the "auto" keys for %s: %s; %s%s%s',
-            machine.name,
-            layout_text(layout),
-            reason_of(best),
-            lines_of_overrides(overrides),
-            doubt,
-        )
+    text = f"no layout fits on {machine.name}; the planner takes the one that lacks the least memory:"
+    if best is not None:
+        text = f'the planner set the "auto" keys for {machine.name}: {layout_text(layout)}; {reason_of(best)}'
+    level = logging.INFO if best is not None else logging.WARNING
+    _log.log(level, "%s%s%s", text, lines_of_overrides(overrides), doubt)
     return overrides
 
 

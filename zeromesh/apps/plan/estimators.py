@@ -55,15 +55,7 @@ def estimate_zero2_model_states_mem_needs(
 ) -> tuple[int, int]:
     """Return the bytes that ZeRO-2 needs for states in bf16 with Adam: of a node's host memory, and of each device.
 
-    Args:
-        total_params: number of parameters.
-        num_gpus_per_node: devices of a node.
-        num_nodes: number of nodes.
-        cpu_offload: gradients and optimizer states rest on the host.
-        additional_buffer_factor: multiplies host memory, for buffers of other programs.
-
-    Raises:
-        ValueError: a number below 1.
+    For arguments and errors see ``estimate_zero3_model_states_mem_needs``.
     """
     _require(total_params, num_gpus_per_node, num_nodes, additional_buffer_factor)
     device, host = _states(_row(2, cpu_offload), total_params, 0, num_gpus_per_node * num_nodes)

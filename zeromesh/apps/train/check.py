@@ -1,10 +1,11 @@
-"""Checks before a rank is started, and of a resumed run's settings."""
+"""Checks before a rank is started, of packages, settings and text, and of a resumed run's settings."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,35 +21,21 @@ from zeromesh.apps.train.data.token_store import PreparedData, first_beyond
 from zeromesh.apps.train.data.tokenizer import load_tokenizer
 from zeromesh.apps.train.model import LanguageModel, Transformer, language_model
 from zeromesh.apps.train.run_folder import RunFolder
-from zeromesh.apps.train.train_settings import WITH_TOTAL, ResolvedTrainSettings, RunSettings, TextData, TrainSettings
+from zeromesh.apps.train.train_settings import (
+    KEYS_BY_USE,
+    WITH_TOTAL,
+    ResolvedTrainSettings,
+    RunSettings,
+    TextData,
+    TrainSettings,
+)
+from zeromesh.base.requirements import pip_install
 from zeromesh.base.words import counted
 from zeromesh.comm.detect import is_launched, may_restart
+from zeromesh.config.errors import ConfigError
 from zeromesh.config.printing import changes
 from zeromesh.engine.initialize.trial import try_out
 from zeromesh.parallel.context.sequence_order import require_length
-
-FREE = frozenset(
-    {
-        "run",
-        "mesh",
-        "slots",
-        "units",
-        "zero_optimization",
-        "activation_checkpointing",
-        "checkpoint",
-        "spikes",  # which may be why the run is resumed
-        "steps_per_print",
-        "wall_clock_breakdown",
-        "profile",
-        "flops_profiler",
-        "tensorboard",
-        "wandb",
-        "csv_monitor",
-        "dataloader_drop_last",
-        "zero_allow_untested_optimizer",
-    }
-)
-"""Keys and sections that may change when a run is resumed: its result does not depend on them."""
 
 TOTAL = "total_num_steps"  # parameter of schedules
 UNKNOWN = 2**31 - 1
@@ -128,6 +115,49 @@ class Job:
     def folder(self) -> RunFolder:
         """Folder that the run writes to."""
         return RunFolder(Path(self.run.output))
+
+
+def require_packages(settings: TrainSettings, source: Path | Mapping[str, Any]) -> None:
+    """Raise ConfigError with each package that the configuration in ``source`` needs and that is missing."""
+    missing = {package: reason for package, reason in _needed(settings) if not _is_installed(package)}
+    problems = [
+        f"{reason} needs the package {package}, which is not installed: {pip_install(package)}"
+        for package, reason in missing.items()
+    ]
+    if len(missing) > 1:
+        problems.append(f"all at once: {pip_install(*missing)}")
+    if problems:
+        raise ConfigError(problems, str(source) if isinstance(source, Path) else "the configuration")
+
+
+def _is_installed(package: str) -> bool:
+    """Return whether a package can be found; it is not imported, which may take seconds."""
+    try:
+        return find_spec(package) is not None
+    except (ImportError, ValueError):  # an import hook refuses it, or it was switched off in sys.modules
+        return False
+
+
+def _needed(settings: TrainSettings) -> Iterator[tuple[str, str]]:
+    """Yield each package, and the key that needs it."""
+    for monitor in ("tensorboard", "wandb"):
+        if getattr(settings, monitor).enabled:
+            yield monitor, f"{monitor}.enabled"
+    if settings.huggingface is not None:
+        yield "transformers", "huggingface"
+        if (quantization := settings.huggingface.quantization) is not None:
+            yield quantization.library, "huggingface.quantization"
+    if settings.lora is not None:
+        yield "peft", "lora"
+    if (data := settings.data) is None:
+        return
+    if data.tokenizer is not None and Path(data.tokenizer).expanduser().is_dir():
+        yield "transformers", f"data.tokenizer = {data.tokenizer!r}, a folder,"
+    for name in data.names:
+        if is_dataset_id(name):
+            yield "datasets", f"{name!r} on the Hub"
+        elif name.endswith(".parquet"):
+            yield "pyarrow", repr(name)
 
 
 def check(settings: TrainSettings) -> Job:
@@ -266,7 +296,12 @@ def require_unchanged(folder: RunFolder, settings: ResolvedTrainSettings, unknow
     if not folder.config.is_file():
         return
     before = folder.settings()
-    free = FREE | (set(MICRO) if before.data_size != settings.data_size else set()) | _automatic(settings) | unknown
+    free = (
+        {*KEYS_BY_USE["resume"]}
+        | (set(MICRO) if before.data_size != settings.data_size else set())
+        | _automatic(settings)
+        | unknown
+    )
     different = changes(before, settings, free)
     if different:
         lines = "".join(f"\n  {line}" for line in different)

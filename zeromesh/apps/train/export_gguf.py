@@ -5,32 +5,26 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import safe_open
 
 from zeromesh.base.files import read_text
+from zeromesh.base.requirements import imported
 
 FILE = "model.gguf"
 
 
-class Family(NamedTuple):
-    """A row of ``FAMILIES``."""
-
-    name: str  # of the architecture in llama.cpp
-    interleaved: bool  # llama.cpp rotates neighbours of a head, and transformers the first half with the second
-
-
 FAMILIES = {
-    "LlamaForCausalLM": Family("llama", True),
-    "MistralForCausalLM": Family("llama", True),
-    "Qwen2ForCausalLM": Family("qwen2", False),
-    "Qwen3ForCausalLM": Family("qwen3", False),
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
 }
-"""Classes of transformers that are written."""
+"""Classes of transformers that are written, and the architecture in llama.cpp."""
+INTERLEAVED = ("llama",)  # llama.cpp rotates neighbours of a head, and transformers the first half with the second
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -46,10 +40,7 @@ NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # types of tokens in the format
 
 def require_gguf() -> Any:
     """Return the package; raise ValueError if it is not installed."""
-    try:
-        return import_module("gguf")
-    except ImportError as error:
-        raise ValueError(f"--gguf needs the package gguf ({error}): pip install gguf") from None
+    return imported("gguf", "--gguf needs the package gguf")
 
 
 def write_gguf(folder: Path, target: Path) -> None:
@@ -57,7 +48,7 @@ def write_gguf(folder: Path, target: Path) -> None:
     gguf = require_gguf()
     config = json.loads(read_text(folder / "config.json"))
     family = _family(config)
-    writer = gguf.GGUFWriter(str(target), family.name)
+    writer = gguf.GGUFWriter(str(target), family)
     try:
         _add_shape(gguf, writer, config)
         _add_tokenizer(writer, folder, config)
@@ -66,7 +57,7 @@ def write_gguf(folder: Path, target: Path) -> None:
         writer.close()
 
 
-def _family(config: dict[str, Any]) -> Family:
+def _family(config: dict[str, Any]) -> str:
     name = (config.get("architectures") or ["a model without a name"])[0]
     if name not in FAMILIES:
         raise ValueError(
@@ -175,8 +166,8 @@ def _pattern(pre_tokenizer: dict[str, Any] | None) -> str | None:
     )
 
 
-def _add_tensors(gguf: Any, writer: Any, folder: Path, config: dict[str, Any], family: Family) -> None:
-    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family.name)
+def _add_tensors(gguf: Any, writer: Any, folder: Path, config: dict[str, Any], family: str) -> None:
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     sources: list[tuple[Path, str]] = []
     for path in sorted(folder.glob("*.safetensors")):
@@ -190,12 +181,12 @@ def _add_tensors(gguf: Any, writer: Any, folder: Path, config: dict[str, Any], f
         for path, name in sources:
             target = names.get_name(name, try_suffixes=(".weight", ".bias"))
             if target is None:
-                raise ValueError(f"--gguf: {family.name} of llama.cpp has no tensor for {name}; export without --gguf")
+                raise ValueError(f"--gguf: {family} of llama.cpp has no tensor for {name}; export without --gguf")
             with safe_open(path, "pt") as file:
                 tensor = file.get_tensor(name)
-            if family.interleaved and ".q_proj." in name:
+            if family in INTERLEAVED and ".q_proj." in name:
                 tensor = interleaved(tensor, config["num_attention_heads"])
-            if family.interleaved and ".k_proj." in name:
+            if family in INTERLEAVED and ".k_proj." in name:
                 tensor = interleaved(tensor, config.get("num_key_value_heads") or config["num_attention_heads"])
             # llama.cpp computes with vectors in fp32.
             yield target, tensor.float() if tensor.dim() == 1 else tensor

@@ -1,10 +1,11 @@
-"""``zeromesh export``: a checkpoint of a run to a folder for ``from_pretrained``, tensor by tensor."""
+"""``zeromesh export``: a checkpoint of a run to a folder for ``from_pretrained``, tensor by tensor, and to the Hub."""
 
 from __future__ import annotations
 
 import copy
+import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
@@ -13,16 +14,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from zeromesh import __version__
 from zeromesh.apps.train.architectures.decoder import Sizes
 from zeromesh.apps.train.data.tokenizer import load_tokenizer
 from zeromesh.apps.train.export_gguf import FILE as GGUF
 from zeromesh.apps.train.export_gguf import require_gguf, write_gguf
 from zeromesh.apps.train.model import BuiltIn, Transformer, language_model
-from zeromesh.apps.train.push_run import push, require_hub, write_card
 from zeromesh.apps.train.run_folder import RunFolder
 from zeromesh.apps.train.screen import make_console
 from zeromesh.apps.train.train_settings import ModelShape
+from zeromesh.base.files import read_text, write_text
 from zeromesh.base.quantized_layers import is_quantized, layers, plain_parameter
+from zeromesh.base.requirements import imported
+from zeromesh.base.words import scaled_text
 from zeromesh.checkpoint.boxes import Reader
 from zeromesh.checkpoint.checkpoint_folder import locate
 from zeromesh.checkpoint.weights.export import (
@@ -41,6 +45,7 @@ from zeromesh.checkpoint.weights.quantize_weights import values
 FILE = "model.safetensors"
 WEIGHTS = "weights"  # what a GGUF file is made of, until it is whole
 DRAFT = ".zeromesh-export"
+CARD = "README.md"
 
 
 def export(
@@ -215,6 +220,64 @@ def _block(name: str) -> str:
     return ".".join(parts[: numbers[0] + 1]) if numbers else ""
 
 
+# The Hugging Face Hub.
+
+
+def require_hub(name: str) -> Any:
+    """Return the API of the Hub; raise ValueError if its package, a valid name or a token is missing."""
+    purpose = "--hub needs the package huggingface_hub"
+    huggingface_hub, utilities = (imported(module, purpose) for module in ("huggingface_hub", "huggingface_hub.utils"))
+    try:
+        utilities.validate_repo_id(name)
+    except utilities.HFValidationError as error:
+        raise ValueError(f"--hub = {name!r} is no name of a repository, such as org/model: {error}") from None
+    api = huggingface_hub.HfApi()
+    if (api.token or huggingface_hub.get_token()) is None:
+        raise ValueError("--hub: no token of the Hugging Face Hub is stored; hf auth login, or set HF_TOKEN")
+    return api
+
+
+def push(api: Any, folder: Path, name: str, public: bool) -> str:
+    """Upload a folder, and return the address of the repository; raise ValueError if the Hub refuses it."""
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    try:
+        address = str(api.create_repo(name, private=not public, exist_ok=True))
+        api.upload_folder(repo_id=name, folder_path=str(folder), commit_message="Upload a run of ZeroMesh")
+    except (HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:
+        raise ValueError(
+            f"--hub: {name} could not be written ({error}); the export is whole in {str(folder)!r}: "
+            f"hf upload {name} {folder} tries again"
+        ) from None
+    return address
+
+
+def write_card(run: RunFolder, folder: Path, name: str) -> None:
+    """Write the card of the model: where it comes from, and what the run's report measured."""
+    settings, report = run.settings(), {}
+    if run.report.is_file():
+        report = json.loads(read_text(run.report))
+    language = language_model(settings)
+    head = ["library_name: peft" if settings.lora else "library_name: transformers", "pipeline_tag: text-generation"]
+    if isinstance(language, Transformer):
+        head.append(f"base_model: {settings.huggingface.path if settings.huggingface else ''}")
+    rows = [("steps", report.get("steps")), ("tokens", report.get("tokens")), ("parameters", report.get("parameters"))]
+    lines = [f"| {what} | {scaled_text(value)} |" for what, value in rows if value is not None]
+    for what, key in (
+        ("training loss, nats per token", "training_loss"),
+        ("held-out loss, nats per token", "validation_loss"),
+        ("held-out bits per byte", "bits_per_byte"),
+    ):
+        if report.get(key) is not None:
+            lines.append(f"| {what} | {report[key]:.4f} |")
+    table = ["| figure | value |", "|---|---|", *lines] if lines else ["The run has not ended, and has no figures yet."]
+    text = ["---", *head, "---", "", f"# {name}", "", f"Trained with ZeroMesh {__version__} (`zeromesh train`).", ""]
+    write_text(folder / CARD, "\n".join([*text, *table]) + "\n")
+
+
+# Names in transformers.
+
+
 class Published(NamedTuple):
     """A tensor of a model of transformers."""
 
@@ -228,26 +291,11 @@ class Published(NamedTuple):
         return torch.cat([part.mT for part in parts] if self.transposed else parts, dim=-1).contiguous()
 
 
-# GPT-2 has one matrix for queries, keys and values, and its matrices are transposed.
-GPT_BLOCK: dict[str, Sequence[str]] = {
-    "ln_1": ("attention_norm",),
-    "attn.c_attn": ("attention.query", "attention.key", "attention.value"),
-    "attn.c_proj": ("attention.output",),
-    "ln_2": ("mlp_norm",),
-    "mlp.c_fc": ("mlp.up",),
-    "mlp.c_proj": ("mlp.down",),
-}
-LLAMA_BLOCK: dict[str, Sequence[str]] = {
-    "input_layernorm": ("attention_norm",),
-    "self_attn.q_proj": ("attention.query",),
-    "self_attn.k_proj": ("attention.key",),
-    "self_attn.v_proj": ("attention.value",),
-    "self_attn.o_proj": ("attention.output",),
-    "post_attention_layernorm": ("mlp_norm",),
-    "mlp.gate_proj": ("mlp.gate",),
-    "mlp.up_proj": ("mlp.up",),
-    "mlp.down_proj": ("mlp.down",),
-}
+# By architecture, the layers of a block in transformers, and those of the Decoder. GPT-2 has one matrix for queries,
+# keys and values, and its matrices are transposed.
+BLOCKS: dict[str, dict[str, list[str]]] = json.loads(
+    Path(__file__).with_name("published_names.json").read_text(encoding="utf-8")
+)
 
 
 def published_tensors(shape: ModelShape) -> Iterator[Published]:
@@ -262,7 +310,7 @@ def published_tensors(shape: ModelShape) -> Iterator[Published]:
         yield Published("model.embed_tokens.weight", ("embedding.weight",))
     for number in range(shape.layers):
         block = f"transformer.h.{number}" if gpt else f"model.layers.{number}"
-        for name, sources in (GPT_BLOCK if gpt else LLAMA_BLOCK).items():
+        for name, sources in BLOCKS[shape.architecture].items():
             for kind in kinds:
                 parts = tuple(f"blocks.{number}.{source}.{kind}" for source in sources)
                 transposed = gpt and kind == "weight" and not name.startswith("ln_")

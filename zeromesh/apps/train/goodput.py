@@ -125,18 +125,6 @@ class Attempt:
     stretches: list[Stretch] = field(default_factory=list)
     ends: bool = False
 
-    def add(self, end: float, step: int, seconds: dict[Spent, float], ends: bool) -> None:
-        """Take in the seconds since the last record."""
-        self.stretches.append(Stretch(self.last, end, step, seconds))
-        self.ends = ends
-
-    def take_again(self, step: int) -> None:
-        """Count the steps beyond ``step`` as lost."""
-        for stretch in self.stretches:
-            if stretch.step > step:
-                lost = stretch.seconds.pop(Spent.STEPS, 0.0)
-                stretch.seconds[Spent.REDONE] = stretch.seconds.get(Spent.REDONE, 0.0) + lost
-
     @property
     def last(self) -> float:
         """Time of the last record."""
@@ -178,16 +166,20 @@ def read_attempts(path: Path) -> list[Attempt]:
     for record in read_times(path)[0]:
         if "began" in record:
             before = {}
-            attempts.append(Attempt(max(record["began"], attempts[-1].last if attempts else 0.0), record["step"]))
+            attempt = Attempt(max(record["began"], attempts[-1].last if attempts else 0.0), record["step"])
+            attempts.append(attempt)
         elif attempts and "seconds" in record:
             now = dict.fromkeys(Spent, 0.0)
             for kind, seconds in record["seconds"].items():
                 now[KINDS.get(kind, Spent.OTHER)] += seconds  # other versions may know other kinds
             spent = {kind: seconds - before.get(kind, 0.0) for kind, seconds in now.items()}
-            attempts[-1].add(record["at"], record["step"], spent, record["ends"])
+            attempt.stretches.append(Stretch(attempt.last, record["at"], record["step"], spent))
+            attempt.ends = record["ends"]
             before = now
     for attempt, later in pairwise(attempts):
-        attempt.take_again(later.step)
+        for stretch in (stretch for stretch in attempt.stretches if stretch.step > later.step):
+            lost = stretch.seconds.pop(Spent.STEPS, 0.0)
+            stretch.seconds[Spent.REDONE] = stretch.seconds.get(Spent.REDONE, 0.0) + lost
         if not attempt.ends:
             down = {Spent.DOWN: later.began - attempt.last}
             attempt.stretches.append(Stretch(attempt.last, later.began, later.step, down))

@@ -5,27 +5,28 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from zeromesh import Engine
-from zeromesh.apps.train.best_loss import BEST, BestLoss
 from zeromesh.apps.train.check import Job
 from zeromesh.apps.train.data.ordered_loader import Batch, Share
 from zeromesh.apps.train.goodput import Spent, TimeLog
 from zeromesh.apps.train.metrics import MetricsLog
 from zeromesh.apps.train.run_loss import HeldOut, Score, weighted
 from zeromesh.apps.train.signals import Ended, Request, mark_saved
+from zeromesh.apps.train.train_settings import EarlyStop
 from zeromesh.base.machine import peak_bytes, peak_flops
 from zeromesh.base.progress import Display, Figures
 from zeromesh.base.words import counted
 
 _log = logging.getLogger("zeromesh")
 
+BEST = "best"  # tag of the checkpoint; without a number, so that checkpoint.keep_last never deletes it
 MOST_LOADS = 1_000_000  # numbers in the file of metrics that are loads of experts
 
 
@@ -36,6 +37,41 @@ class Progress:
     step: int = 0  # updates
     samples: int = 0  # consumed by all ranks together
     seconds: float = 0.0  # in steps, without evaluation and saving
+
+
+@dataclass
+class BestLoss:
+    """Lowest evaluation loss so far. A resumed run continues from ``state``."""
+
+    loss: float | None = None  # nats per label; None before the first evaluation
+    step: int = 0  # of the lowest
+    level: float | None = None  # loss that the next must be below by min_delta
+    waited: int = 0  # evaluations since that was reached
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any] | None) -> BestLoss:
+        """Return what a checkpoint's client state holds."""
+        return cls(**state) if state else cls()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Values for the client state of a checkpoint."""
+        return asdict(self)
+
+    def add(self, step: int, loss: float, stop: EarlyStop | None) -> bool:
+        """Take in an evaluation, and return whether it is the lowest. A loss that is not finite is none."""
+        needed = 0.0 if stop is None else stop.min_delta
+        self.waited += 1
+        if self.level is None or loss < self.level - needed:
+            self.level, self.waited = loss, 0
+        if self.loss is not None and not loss < self.loss:
+            return False
+        self.loss, self.step = loss, step
+        return True
+
+    def ends(self, stop: EarlyStop | None) -> bool:
+        """Return whether the run stops here."""
+        return stop is not None and self.waited >= stop.patience
 
 
 @dataclass(frozen=True)
@@ -114,15 +150,8 @@ class Loop:
     def _note_spike(self, progress: Progress) -> None:
         """Record a step that is a spike."""
         if (spike := self.engine.spikes.last) is not None and self.metrics is not None:
-            self.metrics.write(
-                "spike",
-                progress.step,
-                samples=progress.samples,
-                name=spike.name,
-                value=spike.value,
-                usual=spike.usual,
-                skipped=spike.skipped,
-            )
+            values = {key: getattr(spike, key) for key in ("name", "value", "usual", "skipped")}
+            self.metrics.write("spike", progress.step, samples=progress.samples, **values)
 
     def _due(self, progress: Progress, every: int) -> bool:
         """Return whether the step is a multiple of ``every``; 0 means never."""

@@ -25,7 +25,7 @@ from zeromesh.apps.train.train_settings import GROUP, HuggingFace, Lora, ModelSh
 from zeromesh.base.files import read_text
 from zeromesh.base.lengths import positions
 from zeromesh.base.quantized_layers import is_quantized, plain_parameter
-from zeromesh.base.requirements import pip_install
+from zeromesh.base.requirements import imported
 from zeromesh.base.words import nearest, some
 from zeromesh.checkpoint.weights.pretrained import build, configuration, is_model_id, model_folder, saved_quantization
 from zeromesh.checkpoint.weights.quantize_weights import require_library
@@ -258,14 +258,11 @@ def quantization_config(chosen: Quantization, dtype: torch.dtype) -> Any:
 
     if chosen.library == "torchao":
         torchao: Any = import_module("torchao.quantization")
-
         group = torchao.granularity.PerGroup(GROUP)
+        int4: torch.dtype = torch.int4  # type: ignore[attr-defined]
         kinds = {
             8: torchao.Int8WeightOnlyConfig(),
-            4: torchao.IntxWeightOnlyConfig(
-                weight_dtype=torch.int4,  # type: ignore[attr-defined]
-                granularity=group,
-            ),
+            4: torchao.IntxWeightOnlyConfig(weight_dtype=int4, granularity=group),
         }
         return transformers.TorchAoConfig(kinds[chosen.bits])
     if chosen.bits == 8:
@@ -298,10 +295,7 @@ def parameter_groups(model: Any, settings: TrainSettings) -> list[dict[str, Any]
 
 
 def _with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
-    try:
-        import peft
-    except ImportError as error:
-        raise ValueError(f"lora needs PEFT ({error}): {pip_install('peft')}") from None
+    peft = imported("peft", "lora needs PEFT")
     _require_modules(model, lora)
     # PEFT takes lists of names, and this one name as a string only.
     options = {
@@ -315,7 +309,7 @@ def _with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
         options["target_modules"] = "all-linear"
     try:
         with zeromesh.zero.Init():
-            adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))  # type: ignore[arg-type]
+            adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
     except ValueError as error:
         raise ValueError(f"lora.target_modules: {error}") from None
     return adapted

@@ -177,7 +177,9 @@ class _Trial(WithLoss):
 
     def differs(self, engine: Engine) -> bool:
         """Return whether the predictions differ on some rank. Collective."""
-        return bool(engine.eval_batch(iter([self]), num_micro_batches=1))
+        spread = engine.context_parallel
+        with nullcontext() if spread is None else spread.paused():  # the tokens may be too few to be spread
+            return bool(engine.eval_batch(iter([self]), num_micro_batches=1))
 
 
 def require_document_attention(engine: Engine, language: LanguageModel, vocabulary: int) -> None:
@@ -196,11 +198,9 @@ def require_document_attention(engine: Engine, language: LanguageModel, vocabula
     tokens = torch.stack(rows)
     documents = torch.tensor([0] * PROBE + [1] * PROBE).expand_as(tokens)
     positions = torch.arange(PROBE).repeat(2).expand_as(tokens)
-    spread = engine.context_parallel
-    with nullcontext() if spread is None else spread.paused():
-        differs = _Trial(Batch(tokens, tokens, positions, documents), language, slice(PROBE, None)).differs(engine)
-    if differs:
+    if _Trial(Batch(tokens, tokens, positions, documents), language, slice(PROBE, None)).differs(engine):
         raise leaks
+    spread = engine.context_parallel
     if spread is not None and not isinstance(language, Transformer):
         spread.follow_code(ValueError(f"{language.name} hides the documents of a sample from each other"))
 
@@ -210,10 +210,7 @@ def require_causal(engine: Engine, language: LanguageModel, vocabulary: int) -> 
     # Such a model would learn to copy its labels.
     tokens = torch.stack([torch.arange(PROBE) % vocabulary] * 2)
     tokens[1, -1] = vocabulary - 1 - tokens[1, -1]
-    spread = engine.context_parallel
-    with nullcontext() if spread is None else spread.paused():  # the tokens may be too few to be spread
-        differs = _Trial(Batch(tokens, tokens), language, slice(-1)).differs(engine)
-    if differs:
+    if _Trial(Batch(tokens, tokens), language, slice(-1)).differs(engine):
         raise ValueError(
             f"huggingface.path: {language.name} is not a causal model: what it predicts depends on later tokens; "
             "choose a model that generates text (examples/bert_mlm.py trains on masked tokens)"

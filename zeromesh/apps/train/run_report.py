@@ -10,7 +10,6 @@ from statistics import fmean
 import torch
 from rich.console import Console
 
-from zeromesh.apps.train.check import Job
 from zeromesh.apps.train.goodput import Spent, read_attempts, totals
 from zeromesh.apps.train.loop import Loop, Progress
 from zeromesh.apps.train.metrics import read_metrics
@@ -55,7 +54,11 @@ def close(loop: Loop, began: float, start: Progress, reached: Progress, console:
         # From a model that no engine has changed; the other ranks do not wait for it.
         example = run_example(job.settings, rows * job.settings.rows_per_sample)
         prediction = engine.prediction_report(job.language.build, *example, memory=memory)
-    samples = _samples(job)
+    wanted, samples = job.run.sample, list[str]()
+    if wanted.prompts:
+        writer = load_writer(job.folder)  # what was written is tried out, and not the engine's model
+        options = wanted.length, wanted.temperature
+        samples = [writer.text(prompt, *options, seed, wanted.chat) for seed, prompt in enumerate(wanted.prompts)]
     report: Report = {
         "architecture": job.language.name,
         "parameters": engine.sharded.count(),
@@ -92,14 +95,3 @@ def close(loop: Loop, began: float, start: Progress, reached: Progress, console:
         console.print(f"{job.folder.page.name} was not written: {error}")
     console.print("\n".join(["", *short_lines(report)]))
     console.print(f"report.html, the weights and the checkpoints are in {job.folder.path}")
-
-
-def _samples(job: Job) -> list[str]:
-    wanted = job.run.sample
-    if not wanted.prompts:
-        return []
-    writer = load_writer(job.folder)  # what was written is tried out, and not the engine's model
-    return [
-        writer.text(prompt, wanted.length, wanted.temperature, seed, wanted.chat)
-        for seed, prompt in enumerate(wanted.prompts)
-    ]

@@ -332,26 +332,8 @@ def _power(number: float) -> int:
     return 1 << max(0, int(min(number, 2**20)).bit_length() - 1)
 
 
-COMMENTS = {
-    "train_batch_size": "samples per update, over all devices",
-    "train_micro_batch_size_per_gpu": "samples at a time on a device; halve it if memory runs out",
-    "bf16": "compute in 16 bits, keep fp32 weights for the optimizer",
-    "fp16": "compute in 16 bits, with a loss scale",
-    "zero_optimization": "2 divides gradients over the devices, 3 weights, too",
-    "activation_checkpointing": "recompute activations: slower, in less memory",
-    "scheduler": "warm up, then fall to the end of the run",
-    "huggingface": "sequence_length: tokens per sample",
-    "lora": "train adapters of rank r; leave it out to train all weights",
-    "dpo": "learn to prefer the chosen answer; beta: how closely to stay at the start",
-    "data": "5 % are held out",
-    "checkpoint": "checkpoints to keep",
-    "run.epochs": "passes over the data; or steps: N",
-    "run.steps": "updates; or epochs: N",
-    "run.ranks": "processes, one per device",
-    "run.output": "folder for checkpoints, metrics and weights",
-    "run.evaluate_every": "steps; for early_stop: {patience: 3}, keep_best: true",
-    "run.save_every": "steps",
-}
+# Of a configuration's keys.
+COMMENTS = json.loads(Path(__file__).with_name("starting_comments.json").read_text(encoding="utf-8"))
 
 
 def summary_of(start: Start) -> str:

@@ -14,15 +14,21 @@ from rich.console import Console
 
 import zeromesh
 from zeromesh import Engine, init_distributed, launch
-from zeromesh.apps.train.best_loss import BestLoss
-from zeromesh.apps.train.check import Job, check, prepare_text, require_unchanged, resolved_settings, try_schedule
+from zeromesh.apps.train.check import (
+    Job,
+    check,
+    prepare_text,
+    require_packages,
+    require_unchanged,
+    resolved_settings,
+    try_schedule,
+)
 from zeromesh.apps.train.data.ordered_loader import Share, training_batches
 from zeromesh.apps.train.data.token_store import PreparedData
 from zeromesh.apps.train.goodput import TimeLog
-from zeromesh.apps.train.loop import Loop, Progress
+from zeromesh.apps.train.loop import BestLoss, Loop, Progress
 from zeromesh.apps.train.metrics import MetricsLog
 from zeromesh.apps.train.model import parameter_groups
-from zeromesh.apps.train.needed_packages import require_packages
 from zeromesh.apps.train.planned import planned
 from zeromesh.apps.train.reference import require_reference, write_reference
 from zeromesh.apps.train.run_folder import RunFolder

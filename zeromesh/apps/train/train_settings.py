@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ValidationError, field_validator, model_validator
@@ -300,8 +302,13 @@ class RunSettings(Section):
         return self.keep_best or self.early_stop is not None
 
 
-# Schedules with rates of their own, which are the same for all groups of parameters.
+KEYS_BY_USE: dict[str, list[str]] = json.loads(Path(__file__).with_name("keys_by_use.json").read_text(encoding="utf-8"))
+"""Keys and sections on which an ``evaluation`` of a run and the memory of its weights depend; those that may change at
+a ``resume``, as its result does not depend on them, or as spikes may be its reason; and those that the ``trials`` of a
+comparison set themselves, or that change nothing of an update."""
+
 WITH_TOTAL = ("warmupdecaylr", "warmupcosinelr", "wsd")  # schedules with the number of all steps as a parameter
+# Schedules with rates of their own, which are the same for all groups of parameters.
 ONE_RATE = ("warmuplr", "warmupdecaylr", "onecycle", "lrrangetest")
 
 

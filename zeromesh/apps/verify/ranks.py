@@ -156,14 +156,11 @@ class Comparison:
         self._number(number, "norm", "", inf if norm is None else norm)
         for group, rate in enumerate(rates):
             self._number(number, "rate", str(group), rate)
-        self._states(number, 1.0 if norm is None else self._clip(norm))
+        limit = engine.config.gradient_clipping
+        # As the engine says that it has clipped.
+        self._states(number, min(1.0, limit / (norm + 1e-6)) if norm is not None and limit > 0 else 1.0)
         self._parameters(number)
         self._buffers(number)
-
-    def _clip(self, norm: float) -> float:
-        """Return the factor by which the engine says that it has clipped the gradient."""
-        limit = self._engine.config.gradient_clipping
-        return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
 
     def _train(self, number: int) -> dict[str, float]:
         """Return the losses of this rank's micro-batches, by name; none where stages compute them."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import sys
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from math import lcm
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeromesh.apps.plan.cost.cost_trace import CHOSEN
 from zeromesh.apps.plan.cost.source import class_of, inputs_by_size
+from zeromesh.base.requirements import user_function
 from zeromesh.checkpoint.weights.hub_models import model_folder
 from zeromesh.checkpoint.weights.pretrained import configuration
 from zeromesh.config.settings import Settings
@@ -26,20 +27,8 @@ EXPERTS = 4  # of a layer, at least
 GROUP = 2  # heads of queries that share one of keys, at most
 LENGTH = 16  # tokens of a sample
 
-# Configurations of transformers map most names of their own, as n_embd, to the usual ones.
-LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
-HEADS = ("num_attention_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
-WIDTHS = ("hidden_size", "d_model", "word_embed_proj_dim", "embedding_size")
-INNER = (
-    "intermediate_size", "n_inner", "d_ff", "ffn_dim", "hidden_dim", "ffn_hidden_size", "encoder_ffn_dim",
-    "decoder_ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
-    "moe_shared_expert_intermediate_size", "expert_ffn_hidden_size", "share_expert_dim",
-)  # fmt: skip
-EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk", "moe_top_k")  # experts of a token
-DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")  # layers before those with experts
-STEPS = ("decoder_sparse_step", "encoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
-TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+# By what is counted, names in configurations of transformers, which map most names of their own, as n_embd, to these.
+NAMES: dict[str, list[str]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 
 
 @dataclass
@@ -117,15 +106,7 @@ def _named(name: str) -> tuple[Any, Any]:
                 "transformers, or package.module:function"
             )
         return configuration(folder.parent if folder.is_file() else folder)[0], None
-    module, _, function = name.partition(":")
-    sys.path.insert(0, "")  # as `python -m` finds a user's module
-    try:
-        make = getattr(import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"model {name!r} cannot be imported ({error}); name package.module:function") from None
-    finally:
-        sys.path.remove("")
-    result = make()
+    result = user_function(name)()
     model, batch = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{name} returned a {type(model).__name__}; return a module, or a module and a micro-batch")
@@ -168,7 +149,7 @@ def _shrink(config: Any, sizes: Mapping[str, int], blocks: int, changes: list[st
                 if (note := f"{name} {old} -> {value}") not in changes:
                     changes.append(note)
 
-    change(LAYERS, blocks)
+    change(NAMES["layers"], blocks)
     layers = number("num_hidden_layers") or blocks
     for name in ("layer_types", "mlp_layer_types", "moe_layer_freq"):
         derived = isinstance(getattr(type(config), name, None), property)
@@ -176,17 +157,17 @@ def _shrink(config: Any, sizes: Mapping[str, int], blocks: int, changes: list[st
             setattr(config, name, _shortened(kinds, layers))
     _shrink_experts(config, sizes, layers, number, change)
     unit = max(2, sizes["tensor"] * sizes["context"])
-    heads = number(*HEADS)
+    heads = number(*NAMES["heads"])
     keys = number("num_key_value_heads") or heads
     # As many as the ranks divide if the user's were; others stay, and the engine says what it says of them.
     if heads and heads % keys == 0 and keys % unit == 0:
         heads = unit * min(heads // keys, GROUP)
         change(("num_key_value_heads",), unit)
-        change(HEADS, heads)
-    if heads and number(*WIDTHS) > heads * HEAD:
-        change(WIDTHS, heads * HEAD)
+        change(NAMES["heads"], heads)
+    if heads and number(*NAMES["widths"]) > heads * HEAD:
+        change(NAMES["widths"], heads * HEAD)
         change(("head_dim", "d_kv"), HEAD)
-        change(INNER, 2 * heads * HEAD)
+        change(NAMES["inner widths"], 2 * heads * HEAD)
         # Factors of rotary embeddings: one for each pair of a head's entries.
         rope = getattr(config, "rope_parameters", None) or {}
         for name in ("short_factor", "long_factor"):
@@ -195,7 +176,7 @@ def _shrink(config: Any, sizes: Mapping[str, int], blocks: int, changes: list[st
     entries = VOCABULARY + number("vocab_size") % sizes["tensor"]
     if number("vocab_size") > entries:
         change(("vocab_size",), entries)
-        for name in TOKENS:
+        for name in NAMES["tokens"]:
             if number(name) >= VOCABULARY:
                 setattr(config, name, 0)
 
@@ -211,12 +192,12 @@ def _shrink_experts(
         change(("n_group",), 2)
         change(("topk_group",), max(1, 2 * number("topk_group") // groups))
         count *= 2
-    if any(number(name) % ranks == 0 for name in EXPERT_COUNTS if number(name)):
-        change(EXPERT_COUNTS, count)
+    if any(number(name) % ranks == 0 for name in NAMES["experts"] if number(name)):
+        change(NAMES["experts"], count)
         change(("zero_expert_num",), 2)
         change(CHOSEN, 2)  # weights of one alone may be 1 for any router
-    change(DENSE, layers // 2)
-    change(STEPS, max(1, layers))
+    change(NAMES["dense layers"], layers // 2)
+    change(NAMES["layers between experts"], max(1, layers))
     dense = getattr(config, "mlp_only_layers", None)
     if isinstance(dense, list):
         setattr(config, "mlp_only_layers", [layer for layer in dense if layer < layers][: layers - 1])  # noqa: B010

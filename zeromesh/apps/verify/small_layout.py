@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from zeromesh.apps.train.train_settings import KEYS_BY_USE
 from zeromesh.base.axes import FOLDED, data_size, folded_problem, world_size
 from zeromesh.base.words import counted
 from zeromesh.config.errors import ConfigError
@@ -17,35 +18,6 @@ from zeromesh.config.settings import Settings
 MOST_RANKS = 16  # that are started without being asked for
 MOST_MICRO_BATCHES = 4
 MOST_ROWS = 2
-
-APART = frozenset(
-    {
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "mesh",
-        "model",
-        "huggingface",
-        "lora",
-        "dpo",
-        "data",
-        "run",
-        "curriculum_learning",
-        "checkpoint",
-        "steps_per_print",
-        "wall_clock_breakdown",
-        "profile",
-        "flops_profiler",
-        "tensorboard",
-        "wandb",
-        "csv_monitor",
-        "spikes",
-        "host_memory_limit",
-        "sequence_parallel_size",
-        "seed",
-    }
-)
-"""Keys that trials set themselves, or that change nothing of an update."""
 
 PRECISION = (
     *("fp16", "bf16", "torch_autocast", "communication_data_type", "data_types", "float8", "optimizer_state_dtype"),
@@ -167,7 +139,8 @@ def trial_settings(settings: Settings, layout: SmallLayout, folder: Path, wide: 
         wide: compute in the model's dtype, float64, instead of what the configuration says.
         power: the loss scale in fp16 begins with 2 to this power; None leaves it.
     """
-    document: dict[str, Any] = {k: v for k, v in settings.model_dump(exclude_unset=True).items() if k not in APART}
+    values = settings.model_dump(exclude_unset=True)
+    document: dict[str, Any] = {key: value for key, value in values.items() if key not in KEYS_BY_USE["trials"]}
     document |= {
         "train_micro_batch_size_per_gpu": layout.rows,
         "gradient_accumulation_steps": layout.micro_batches,

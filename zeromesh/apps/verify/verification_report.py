@@ -12,13 +12,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from zeromesh.apps.plan.choose.plan_picture import PAGE_ENDS
 from zeromesh.apps.verify.cause import where
 from zeromesh.apps.verify.plain_training import PlainStep
 from zeromesh.apps.verify.ranks import ORDER, Finding, RankResult
-from zeromesh.base.drawing import require_matplotlib
+from zeromesh.base.chart_page import charts_html, heading, write_page
+from zeromesh.base.drawing import Grid, GridCell, draw_charts
 from zeromesh.base.words import counted
 
 SHOWN = 8  # values that are apart, in the table
+LEAST = 1e-17  # relative difference that counts as none in a picture
 
 
 class Verdict(Enum):
@@ -186,35 +189,31 @@ class Report:
         console.print(f"{self.sentence} ({self.seconds:.0f} s)")
 
     def draw(self, file: Path) -> None:
-        """Write a heat map of relative differences, parameters by steps, as a PNG.
+        """Draw relative differences, parameters by steps, as a page, FILE.html, or a picture.
 
         Raises:
-            ValueError: matplotlib is not installed, or nothing was compared.
+            ValueError: nothing was compared, or matplotlib is missing for a picture.
         """
-        figure = require_matplotlib()(layout="constrained")
-        from matplotlib.colors import LogNorm
-
-        trials = [trial for trial in self.trials if trial.findings]
-        if not trials:
+        charts = [_differences(trial, self.steps) for trial in self.trials if trial.findings]
+        if not charts:
             raise ValueError("there is no picture, as nothing was compared")
-        weights = [
-            [finding for finding in trial.findings if finding.kind in ("master", "parameter")] for trial in trials
-        ]
-        names = sorted(places := {finding.name: finding.position for finding in weights[0]}, key=places.__getitem__)
-        figure.set_size_inches(4 + 2 * len(trials), 1.5 + 0.16 * len(names))
-        axes = figure.subplots(1, len(trials), squeeze=False, sharey=True)[0]
-        image = None
-        for axis, trial, findings in zip(axes, trials, weights, strict=True):
-            cells = [[0.0] * self.steps for _ in names]
-            for finding in findings:
-                row = cells[names.index(finding.name)]
-                row[finding.step - 1] = max(row[finding.step - 1], min(finding.relative, 1.0))
-            image = axis.imshow(cells, aspect="auto", cmap="magma", norm=LogNorm(1e-17, 1, clip=True))
-            axis.set(title=trial.name, xlabel="step", xticks=range(self.steps), xticklabels=range(1, self.steps + 1))
-        axes[0].set_yticks(range(len(names)), names, fontsize=6)
-        figure.colorbar(image, ax=list(axes), label="largest relative difference")
-        figure.suptitle(f"{self.model}, {self.layout}: {self.verdict.name.lower()}")
-        figure.savefig(file, dpi=120)
+        title = f"{self.model}, {self.layout}: {self.verdict.name.lower()}"
+        if file.suffix.lower() in PAGE_ENDS:
+            write_page(file, title, [heading(title, self.sentence), charts_html(charts)])
+        else:
+            draw_charts(file, title, charts)
+
+
+def _differences(trial: TrialReport, steps: int) -> Grid:
+    weights = [finding for finding in trial.findings if finding.kind in ("master", "parameter")]
+    names = sorted(places := {finding.name: finding.position for finding in weights}, key=places.__getitem__)
+    largest: dict[tuple[int, int], float] = {}
+    for finding in weights:
+        place = names.index(finding.name), finding.step - 1
+        largest[place] = max(largest.get(place, LEAST), min(finding.relative, 1.0))
+    cells = {place: GridCell(1 - math.log(value) / math.log(LEAST)) for place, value in largest.items()}
+    columns = [f"step {number}" for number in range(1, steps + 1)]
+    return Grid(f"largest relative differences in {trial.name}, from {LEAST} to 1", names, columns, cells)
 
 
 def described(finding: Finding) -> str:

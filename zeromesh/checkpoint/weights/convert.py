@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import nn
 
 from zeromesh.base.buffer_memory import plain_name
 from zeromesh.base.progress import ReadingBar
+from zeromesh.base.requirements import user_function
 from zeromesh.base.words import nearest, some
 from zeromesh.checkpoint.contents import own_names
 from zeromesh.checkpoint.formats.detect_format import FORMATS, require_format
@@ -147,18 +147,11 @@ def _model(model: nn.Module | str | Path | None) -> nn.Module | None:
         return model
     if Path(model).is_dir():
         return build(Path(model), None, torch.float32, draws=False)
-    module, colon, name = str(model).partition(":")
-    if not colon:
+    if ":" not in str(model):
         raise ValueError(
             f"model {str(model)!r} is not a folder; name one with a config.json, or package.module:function"
         )
-    sys.path.insert(0, "")  # as `python -m` finds a user's module
-    try:
-        make = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"model {str(model)!r} cannot be imported ({error}); name package.module:function") from None
-    finally:
-        sys.path.remove("")
+    make = user_function(str(model))
     with torch.device("meta"):
         built: nn.Module = make()
     return built

@@ -173,9 +173,7 @@ def layout_text(layout: ParallelLayout) -> str:
 
 def sentences(told: PlanAnswer) -> list[str]:
     """Return the answer in plain sentences, each a paragraph."""
-    if told.result.best is None:
-        return list(_nothingfits_any(told))
-    return list(_best(told))
+    return [*(_nothing_fits(told) if told.result.best is None else _best(told))]
 
 
 def _best(told: PlanAnswer) -> Iterator[str]:
@@ -211,8 +209,7 @@ def _best(told: PlanAnswer) -> Iterator[str]:
             f"of {room.sequence} tokens one at a time, or a model of {room.blocks} blocks "
             f"({scaled_text(room.parameters)} parameters)."
         )
-    large = [gain for gain in told.gains if gain.share >= LEAST_GAIN]
-    if large:
+    if large := [gain for gain in told.gains if gain.share >= LEAST_GAIN]:
         yield f"{'; '.join(f'{change} would save {share:.0%} of the time' for change, share in large)}.".capitalize()
     if idle := [gain.change for gain in told.gains if gain.share < LEAST_GAIN]:
         yield f"{', '.join(idle)} would save less than {LEAST_GAIN:.0%}.".capitalize()
@@ -245,7 +242,7 @@ def _unknown(told: PlanAnswer) -> Iterator[str]:
         yield (f"{result.computed} of {result.considered} layouts were computed; another one may be a little better.")
 
 
-def _nothingfits_any(told: PlanAnswer) -> Iterator[str]:
+def _nothing_fits(told: PlanAnswer) -> Iterator[str]:
     assert told.lacks is not None
     layout, ranks, over = told.lacks
     fullest = max(ranks, key=lambda rank: rank.device)

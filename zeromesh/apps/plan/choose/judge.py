@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from zeromesh.apps.plan.choose.answer import (
     LEAST_GAIN,
@@ -83,22 +82,6 @@ class LayoutJudgement:
         else:
             sentences.append("No other layout fits either; without --explain, the command says what helps.")
         return sentences
-
-    def as_json(self) -> dict[str, Any]:
-        """Return all for ``json.dumps``."""
-        candidate = self.candidate
-        return {
-            "layout": layout_text(candidate.layout),
-            "fits": self.fits,
-            "lacks": self.over,
-            "states": self.states,
-            "seconds": candidate.time.seconds,
-            "seconds_interval": candidate.time.interval,
-            "tight": candidate.tight,
-            "waits": dict(candidate.time.waits),
-            "answer": self.sentences,
-            "better": [{"layout": layout_text(b.layout), "seconds": b.time.seconds} for b in self.better],
-        }
 
 
 def judge(request: PlanRequest, layout: ParallelLayout, planned: CostSource | None = None) -> LayoutJudgement:

@@ -1,13 +1,15 @@
 """Casts of ``torch.autocast`` on meta tensors, for which torch has none.
 
-The lists are those of torch's documentation of automatic mixed precision, for GPUs and for CPUs.
+The lists, in ``casts.json``, are those of torch's documentation of automatic mixed precision, for GPUs and for CPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -17,30 +19,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-_NARROW = frozenset((
-    "__matmul__", "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul", "conv1d", "conv2d",
-    "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "einsum", "linear",
-    "matmul", "mm", "mv", "prelu",
-))  # fmt: skip
-_LOSSES = frozenset((
-    "binary_cross_entropy_with_logits", "cosine_embedding_loss", "cross_entropy_loss", "ctc_loss",
-    "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss", "margin_ranking_loss", "mse_loss",
-    "multi_margin_loss", "multilabel_margin_loss", "nll_loss", "nll_loss_nd", "poisson_nll_loss",
-    "smooth_l1_loss", "soft_margin_loss", "triplet_margin_loss", "cdist", "prod",
-))  # fmt: skip
-_WIDE: Mapping[str, frozenset[str]] = {
-    "cpu": _LOSSES,
-    "cuda": _LOSSES | {
-        "__pow__", "__rpow__", "__rtruediv__", "acos", "asin", "cosh", "cosine_similarity", "cumprod", "cumsum",
-        "dist", "erfinv", "exp", "expm1", "group_norm", "layer_norm", "log", "log10", "log1p", "log2",
-        "log_softmax", "norm", "pow", "reciprocal", "renorm", "rsqrt", "sinh", "softmax", "softplus", "sum",
-        "tan",
-    },
-}  # fmt: skip
-_PROMOTED = frozenset((
-    "addcdiv", "addcmul", "atan2", "bilinear", "cat", "cross", "dot", "grid_sampler", "index_put",
-    "scatter_add", "stack",
-))  # fmt: skip
+_LISTS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+_NARROW, _LOSSES, _PROMOTED = (frozenset(_LISTS[name]) for name in ("narrow", "wide", "promoted"))
+_WIDE = {"cpu": _LOSSES, "cuda": _LOSSES.union(_LISTS["wide on gpus"])}
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 

@@ -185,6 +185,10 @@ class UnitCost:
     calls: tuple[OperatorCall, ...] = ()  # of a block's forward, in their order; none where it was not traced
     repeated: tuple[KernelWork, ...] = ()  # kernels that ``Recompute.PLANNED`` computes again
 
+    def kept(self, policy: Recompute) -> Divided:
+        """Return the bytes kept for the backward under a policy; where it is unknown, those without recomputation."""
+        return self.saved.get(policy, self.saved.get(Recompute.NONE, NONE))
+
     def elements(self, tensor: int = 1, expert: int = 1) -> tuple[float, float]:
         """Return the elements with gradients on a rank: those beside the experts, and those of experts in a unit.
 

@@ -23,8 +23,8 @@ from zeromesh.apps.plan.cost.cost import (
     UnitCost,
     WorkKind,
 )
-from zeromesh.apps.plan.cost.cuts import cuts_of
 from zeromesh.apps.plan.cost.estimate import estimate
+from zeromesh.apps.plan.cost.live import cuts_of
 from zeromesh.apps.plan.cost.passes import (
     MOST_TENSOR,
     PHASES,
@@ -144,13 +144,12 @@ class TracedCost:
         except TraceError as error:
             cost = estimate(model, self.name, micro_batch, sequence, options, str(error))
             return CostTable((micro_batch,), (cost,))
-        if len(traces) == 2 and not _aligned(
-            traces[0].units, traces[1].units
-        ):  # another number of samples takes another path
+        # Another number of samples may take another path.
+        if len(traces) == 2 and not _aligned(traces[0][0], traces[1][0]):
             batches, traces = (micro_batch,), [run(self._inputs(micro_batch, sequence))]
         chosen = option(getattr(model, "config", None), *CHOSEN) or 1
-        note = BALANCED if any(traced.balanced for traced in traces) else ""
-        return _table(self.name, batches, sequence, [traced.units for traced in traces], note, chosen)
+        note = BALANCED if any(balanced for _, balanced in traces) else ""
+        return _table(self.name, batches, sequence, [units for units, _ in traces], note, chosen)
 
 
 def sequence_of(inputs: Inputs) -> int:

@@ -21,8 +21,7 @@ from zeromesh.apps.plan.cost.cost import (
     UnitCost,
     WorkKind,
 )
-from zeromesh.apps.plan.cost.cuts import cuts_of
-from zeromesh.apps.plan.cost.live import ParameterCut, TensorShare, divide
+from zeromesh.apps.plan.cost.live import ParameterCut, TensorShare, cuts_of, divide
 from zeromesh.apps.plan.cost.packed import frozen_of, packed_weights
 from zeromesh.apps.plan.cost.passes import TraceOptions, is_block
 from zeromesh.base.linear_arithmetic import is_transposed
@@ -38,15 +37,8 @@ def estimate(
 ) -> ModelCost:
     """Return a cost by formula: each token goes once through every layer, and autograd keeps what layers read.
 
-    Convolutions, and attention's products of activations, are left out.
-
-    Args:
-        model: on any device.
-        name: of the cost.
-        micro_batch: samples.
-        sequence: tokens of a sample.
-        options: dtype of parameters and activations, None being that of the first parameter; packing; tables.
-        reason: why there is no trace, which the cost's note repeats.
+    Convolutions, and attention's products of activations, are left out. The model may be on any device; ``reason`` says
+    why there is no trace, which the cost's note repeats.
     """
     packing = options.packing
     width = (options.dtype or next((p.dtype for p in model.parameters()), torch.float32)).itemsize

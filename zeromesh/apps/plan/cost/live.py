@@ -16,12 +16,15 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeromesh.apps.plan.cost.cost import NONE, Divided, KernelWork, WorkKind
 from zeromesh.base.dry.dry_run import OperatorListener, tensors_in
 from zeromesh.base.operation_counts import FORMULAS
 from zeromesh.parallel.activation.selective import keeps_result
+from zeromesh.parallel.tensor.derive import derive
+from zeromesh.parallel.tensor.split_plan import SplitPlan
+from zeromesh.parallel.tensor.tensor_plan import resolve
 
 NO_NODE = 1 << 62  # sequence numbers of autograd's nodes that accumulate gradients lie above
 
@@ -43,6 +46,32 @@ class ParameterCut(NamedTuple):
 
 
 Cuts = Mapping[str, ParameterCut]  # by names of parameters
+
+
+def cuts_of(model: nn.Module) -> dict[str, ParameterCut]:
+    """Return the dims in which parameters are cut over tensor ranks, by name; none where the model cannot be split."""
+    try:
+        resolved: SplitPlan = resolve(model, {}, derive(model, 2)[0], 0, 1)  # what two ranks would split
+    except ValueError:
+        return {}
+    cuts: dict[str, ParameterCut] = {}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for member in resolved.members:
+        style = member.style
+        named = member.module.named_parameters() if member.parameter is None else ()
+        single = [(member.parameter, member.module.get_parameter(member.parameter))] if member.parameter else []
+        for _, parameter in (*named, *single):
+            part = resolved.of_parameter.get(id(parameter))
+            if part is None or part.split is None:
+                continue
+            if style.cut in ("rows", "inputs"):
+                cut = ParameterCut(outputs=False, gathered=style.gathers, rows=style.cut == "rows")
+            elif style.cut is None:  # torch's attention: of its output layer the inputs
+                cut = ParameterCut(outputs=part.split.dim == 0)
+            else:
+                cut = ParameterCut(outputs=True, gathered=style.gathers)
+            cuts.setdefault(names[id(parameter)], cut)
+    return cuts
 
 
 @dataclass(slots=True, eq=False)
@@ -91,17 +120,6 @@ def divide(amount: float, share: TensorShare) -> Divided:
     return Divided(split=amount) if share is TensorShare.SPLIT else Divided(tokens=amount)
 
 
-class TracedProduct(NamedTuple):
-    """Result of a product or of fused attention, which selective checkpointing keeps."""
-
-    stored: TracedStorage
-    summed: bool  # over tensor ranks, behind the operator, so that it is whole on each
-
-    def divided(self) -> Divided:
-        """Return its bytes."""
-        return divide(self.stored.size, TensorShare.WHOLE if self.summed else self.stored.share)
-
-
 class Event(NamedTuple):
     """A storage appears or is freed."""
 
@@ -128,6 +146,8 @@ class TracedCall(NamedTuple):
     results: tuple[TracedStorage, ...]
     kernels: tuple[KernelWork, ...]
     events: int  # until it was done
+    is_product: bool  # or fused attention: selective checkpointing keeps the results
+    summed: bool  # over tensor ranks, behind the operator, so that the results are whole on each
 
 
 class _Facts(NamedTuple):
@@ -192,7 +212,6 @@ class StorageRecorder(OperatorListener):
         self._begins: list[int] = [0]  # sequence numbers of autograd with which slots begin
         self._slots: list[int] = [0]
         self._with_weight: set[int] = set()  # sequence numbers of nodes whose operation has a parameter
-        self.products: list[TracedProduct] = []  # of the forward
         self.calls: list[TracedCall] = []  # of the forward
         self.written: set[int] = set()  # by ``id``, storages that an operator changed in place
         self._called: Counter[tuple[int, str]] = Counter()
@@ -291,9 +310,6 @@ class StorageRecorder(OperatorListener):
                 continue
             weight = bool(weights) and not active
             stored.result(made_share, cut, weight, scores and tensor.ndim > 2, new=id(stored) not in operand_ids)
-        if not backward and active and keeps_result(func):
-            summed = cut is not None and not cut.outputs
-            self.products += [TracedProduct(stored, summed) for stored in result_storages if not stored.known]
         crosses = facts.product or facts.kind is WorkKind.LOOKUP
         if cut and active and not backward and made_share is not TensorShare.SPLIT and crosses:
             # A gather moves half of what a sum does.
@@ -310,7 +326,9 @@ class StorageRecorder(OperatorListener):
         new_storages = tuple(x for x in result_storages if id(x) not in operand_ids and not (x.known or x.weight))
         if new_storages and not backward:
             works = tuple(kernel for kernel, _ in kernels)
-            self.calls.append(TracedCall(self.slot, operator, number, new_storages, works, len(self.events)))
+            is_product, summed = bool(active) and keeps_result(func), cut is not None and not cut.outputs
+            events = len(self.events)
+            self.calls.append(TracedCall(self.slot, operator, number, new_storages, works, events, is_product, summed))
 
     def _enter_node(self) -> bool:
         """Attribute a backward's operator to the slot of the forward; return whether the forward had a parameter."""

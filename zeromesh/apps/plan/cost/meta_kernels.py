@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 DEVICES = ("cuda", "cpu")
+Factors = tuple[Tensor, Tensor, Tensor]  # queries, keys and values
 
 _aten = torch.ops.aten
 WIDEST_HEAD = 256  # of flash attention on GPUs
@@ -47,7 +49,8 @@ def _on_meta(chosen: Callable[..., Any], plain: Callable[..., Any]) -> Callable[
     return call
 
 
-def _attention_on_cpu(
+def _attention(
+    fused: Callable[..., Tensor | None],
     plain: Callable[..., Tensor],
     query: Tensor,
     key: Tensor,
@@ -58,47 +61,46 @@ def _attention_on_cpu(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    """Return the result of ``fused`` kernels, or of the ``plain`` function where none of them takes the arguments."""
     same = query.shape[-1] == key.shape[-1] == value.shape[-1]
-    fits = same and query.ndim == 4 and dropout_p == 0.0 and all(x.stride(-1) == 1 for x in (query, key, value))
-    if not fits or (attn_mask is not None and (attn_mask.requires_grad or attn_mask.ndim not in (2, 4))):
-        return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    mask = _added(attn_mask, query)
+    result = fused((query, key, value), same, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if result is not None:
+        return result
+    return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _fused_on_cpu(
+    factors: Factors, same: bool, mask: Tensor | None, dropout: float, causal: bool, scale: float | None, _: bool
+) -> Tensor | None:
+    fits = same and factors[0].ndim == 4 and dropout == 0.0 and all(x.stride(-1) == 1 for x in factors)
+    if not fits or (mask is not None and (mask.requires_grad or mask.ndim not in (2, 4))):
+        return None
     flash = _aten._scaled_dot_product_flash_attention_for_cpu
-    out: Tensor = flash(query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
+    out: Tensor = flash(*factors, dropout, causal, attn_mask=_added(mask, factors[0]), scale=scale)[0]
     return out
 
 
-def _attention_on_gpu(
-    plain: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    width, dense = query.shape[-1], query.ndim == 4
-    same = width == key.shape[-1] == value.shape[-1]
-    graded = any(x.requires_grad for x in (query, key, value))
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    if dense and same and half and attn_mask is None and width <= WIDEST_HEAD:
+def _fused_on_gpu(
+    factors: Factors, same: bool, mask: Tensor | None, dropout: float, causal: bool, scale: float | None, gqa: bool
+) -> Tensor | None:
+    query, key, _ = factors
+    width, half = query.shape[-1], query.dtype in (torch.float16, torch.bfloat16)
+    if query.ndim == 4 and same and half and mask is None and width <= WIDEST_HEAD:
         pad = -width % HEAD_MULTIPLE
-        wide = [F.pad(x, (0, pad)) if pad else x for x in (query, key, value)]
+        wide = [F.pad(x, (0, pad)) if pad else x for x in factors]
         # The scale is that of the width without padding.
         scale = scale if scale is not None else width**-0.5
-        outputs = _aten._scaled_dot_product_flash_attention(*wide, dropout_p, is_causal, False, scale=scale)
+        outputs = _aten._scaled_dot_product_flash_attention(*wide, dropout, causal, False, scale=scale)
         return outputs[0][..., :width] if pad else outputs[0]  # type: ignore[no-any-return]
-    grouped = enable_gqa and query.shape[1] != key.shape[1]
-    masked = attn_mask is not None and attn_mask.requires_grad
-    if dense and query.dtype in (torch.float16, torch.bfloat16, torch.float32) and not grouped and not masked:
-        mask = _added(attn_mask, query)
-        if mask is not None:
-            mask = _aligned(mask).expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        efficient = _aten._scaled_dot_product_efficient_attention
-        return efficient(query, key, value, mask, graded, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
-    return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    grouped = gqa and query.shape[1] != key.shape[1]
+    learned = mask is not None and mask.requires_grad
+    if query.ndim != 4 or not (half or query.dtype is torch.float32) or grouped or learned:
+        return None
+    if (bias := _added(mask, query)) is not None:
+        bias = _aligned(bias).expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    graded = any(x.requires_grad for x in factors)
+    efficient = _aten._scaled_dot_product_efficient_attention
+    return efficient(*factors, bias, graded, dropout, causal, scale=scale)[0]  # type: ignore[no-any-return]
 
 
 def _added(mask: Tensor | None, query: Tensor) -> Tensor | None:
@@ -183,6 +185,10 @@ def _norm_on_cpu(
 
 
 _CHOSEN: dict[str, dict[str, Callable[..., Any]]] = {
-    "cpu": {"scaled_dot_product_attention": _attention_on_cpu, "layer_norm": _norm_on_cpu},
-    "cuda": {"scaled_dot_product_attention": _attention_on_gpu, "dropout": _dropout_on_gpu, "rms_norm": _norm_on_gpu},
+    "cpu": {"scaled_dot_product_attention": partial(_attention, _fused_on_cpu), "layer_norm": _norm_on_cpu},
+    "cuda": {
+        "scaled_dot_product_attention": partial(_attention, _fused_on_gpu),
+        "dropout": _dropout_on_gpu,
+        "rms_norm": _norm_on_gpu,
+    },
 }

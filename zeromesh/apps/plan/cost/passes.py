@@ -26,7 +26,7 @@ from zeromesh.apps.plan.cost.cost import (
     TableCost,
     WorkKind,
 )
-from zeromesh.apps.plan.cost.live import Cuts, StorageRecorder, TensorShare, TracedProduct, TracedStorage, divide
+from zeromesh.apps.plan.cost.live import Cuts, StorageRecorder, TensorShare, TracedStorage, divide
 from zeromesh.apps.plan.cost.meta_kernels import kernels_of
 from zeromesh.apps.plan.cost.packed import Packing, frozen_of, packed_weights
 from zeromesh.apps.plan.cost.traced_tables import TracedTables
@@ -140,15 +140,12 @@ class TracedUnit:
         self.joins += size
 
 
-class TracedModel(NamedTuple):
-    """A model's units in the order of its forward."""
+def trace(
+    model: nn.Module, inputs: Inputs, options: TraceOptions, loss: Loss | None, cuts: Cuts
+) -> tuple[list[TracedUnit], bool]:
+    """Return a model's units in the order of its forward, and whether experts were taken to get as many tokens each.
 
-    units: list[TracedUnit]
-    balanced: bool  # experts were taken to get equal numbers of tokens
-
-
-def trace(model: nn.Module, inputs: Inputs, options: TraceOptions, loss: Loss | None, cuts: Cuts) -> TracedModel:
-    """Return what a forward and a backward say of a model's units; the model stays as it is.
+    The model stays as it is.
 
     Args:
         model: its parameters may be on any device, meta included.
@@ -163,7 +160,7 @@ def trace(model: nn.Module, inputs: Inputs, options: TraceOptions, loss: Loss | 
     run = _Trace(model, options, loss, cuts)
     try:
         with dry(model):
-            return TracedModel(run.run(inputs), run.dry_run.values.balanced)
+            return run.run(inputs), run.dry_run.values.balanced
     except TraceError:
         raise
     except Exception as error:
@@ -370,9 +367,10 @@ class _Trace:
         for unit, index in zip(self.slots, self.places, strict=True):
             if unit >= 0:
                 entered[index] = self.entered[unit]
-        products: dict[int, list[TracedProduct]] = {}
-        for product in self.recorder.products:
-            products.setdefault(self.places[product.stored.slot], []).append(product)
+        products: dict[int, list[tuple[TracedStorage, TensorShare]]] = {}
+        for call in self.recorder.calls:
+            shares = [(x, TensorShare.WHOLE if call.summed else x.share) for x in call.results if call.is_product]
+            products.setdefault(self.places[call.slot], []).extend(shares)
         seen: set[int] = set()
         for index, traced_unit in enumerate(units):
             storages = everything.get(index, [])
@@ -388,10 +386,10 @@ class _Trace:
             traced_unit.saved[Recompute.BLOCKS] = _sum(new_inputs)
             # All that a block has while its backward goes on after a recomputation, until there is a plan.
             traced_unit.saved[Recompute.PLANNED] = _sum([*{id(x): x for x in (*storages, *new_inputs)}.values()])
-            kept_products = [
-                product for product in products.get(index, []) if traced_unit.block and id(product.stored) not in seen
-            ]
-            traced_unit.saved[Recompute.PRODUCTS] = _sum([*new_inputs, *kept_products])
+            amount = _sum(new_inputs)
+            for stored, share in products.get(index, ()) if traced_unit.block else ():
+                amount = amount if id(stored) in seen else amount.plus(divide(stored.size, share))
+            traced_unit.saved[Recompute.PRODUCTS] = amount
         return seen | {id(stored) for storages in entered.values() for stored in storages}
 
     def _add_calls(
@@ -444,7 +442,7 @@ def _stored(values: Any) -> list[Tensor]:
     return [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_meta and not isinstance(x, Logits)]
 
 
-def _sum(stored: Sequence[TracedStorage | TracedProduct]) -> Divided:
+def _sum(stored: Sequence[TracedStorage]) -> Divided:
     total = NONE
     for entry in stored:
         total = total.plus(entry.divided())

@@ -91,7 +91,11 @@ def shortened(config: Any, make: Callable[[Any], nn.Module]) -> tuple[Any, Repea
     if len(stacks) != 1:
         return None
     kinds = [*map(_signature, model.get_submodule(stacks[0]).children())]
-    choices = [RepeatedStack(stacks[0], depth, _begin(kinds, period), period) for period in range(1, depth // 3 + 1)]
+    # The first adapter may stand behind products of the first block, so that tensors that blocks share, as the sines of
+    # positions, are first saved by the second.
+    first = int(not all(parameter.requires_grad for parameter in model.parameters()))
+    begins = {period: max(first, _begin(kinds, period)) for period in range(1, depth // 3 + 1)}
+    choices = [RepeatedStack(stacks[0], depth, begin, period) for period, begin in begins.items()]
     stack = min(choices, key=lambda choice: choice.traced)
     units = [name for name, _ in find_units(model)]
     while stack.traced < depth:

@@ -18,7 +18,7 @@ from zeromesh.apps.plan.cost.repeated_blocks import RepeatedCost, shortened
 from zeromesh.base.dry.model_inputs import InputSizes, inputs_of
 from zeromesh.base.files import LARGEST_TEXT, require_regular
 from zeromesh.base.lengths import option, positions
-from zeromesh.base.requirements import pip_install
+from zeromesh.base.requirements import imported
 from zeromesh.checkpoint.weights.hub_models import configured
 
 CONFIG = "config.json"
@@ -53,13 +53,14 @@ def hugging_face_cost(
 
     def make(of: Any) -> nn.Module:
         with configured(source), torch.device("meta"):
-            return kind(of)
+            model = kind(of)
+        return adapt(model)
 
     name = str(getattr(config, "name_or_path", "") or kind.__name__)
     inputs = inputs_by_size(kind, config)
 
     def traced(of: Any) -> TracedCost:
-        return TracedCost(lambda: adapt(make(of)), inputs, options, name=name)
+        return TracedCost(lambda: make(of), inputs, options, name=name)
 
     short = shortened(config, make)
     return RepeatedCost(traced(short[0]), traced(config), short[1]) if short else traced(config)
@@ -112,13 +113,7 @@ def token_inputs(ids: str = "input_ids", labels: str | None = "labels") -> Input
 
 
 def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ValueError(
-            f"planning for a model of Hugging Face needs transformers ({error}): {pip_install('transformers')}"
-        ) from error
-    return transformers
+    return imported("transformers", "planning for a model of Hugging Face needs transformers")
 
 
 def class_of(config: Any) -> type[nn.Module]:

@@ -279,15 +279,11 @@ def _problems(value: Any, keys: Mapping[str, bool], path: str = "") -> Iterator[
             for index, entry in enumerate(value[key]):
                 yield from _problems(entry, _keys_of(Node) | {"count": True}, f"{where}[{index}]")
         elif key == "flops":
-            yield from _flops_problems(value[key], where)
-
-
-def _flops_problems(flops: Mapping[str, Any], path: str) -> Iterator[str]:
-    for dtype, speed in flops.items():
-        if dtype not in WIDTHS:
-            yield f"{path}.{dtype} is {show(speed)}, but there is no such dtype; known are {', '.join(WIDTHS)}"
-        elif not POSITIVE.holds(speed):
-            yield f"{path}.{dtype} is {show(speed)}, but must be {POSITIVE.text}; {POSITIVE.remedy}"
+            for dtype, speed in value[key].items():
+                rest = f"must be {POSITIVE.text}; {POSITIVE.remedy}"
+                rest = rest if dtype in WIDTHS else f"there is no such dtype; known are {', '.join(WIDTHS)}"
+                if dtype not in WIDTHS or not POSITIVE.holds(speed):
+                    yield f"{where}.{dtype} is {show(speed)}, but {rest}"
 
 
 def _node(entry: Mapping[str, Any]) -> Node:

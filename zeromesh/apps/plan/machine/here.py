@@ -99,28 +99,15 @@ def _part(machine: Machine, ranks: int, nodes: int, path: str) -> Machine:
 
 def _measured(ranks: int, nodes: int) -> Machine:
     """Return a machine of what one process measures quickly; its links are those of ranks that share a host."""
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     cores = processor()["cores"]
     host_memory, bandwidth = _free(USUAL_MEMORY), memory_bandwidth(cores)
-    flops = {name: product_speed(device, dtype, 0.1) for name, dtype in DTYPES.items()}
+    flops = {name: product_speed(accelerator, dtype, 0.1) for name, dtype in DTYPES.items()}
     accelerators = devices()
     memory = float(accelerators[0]["memory_bytes"] or host_memory) if accelerators else host_memory / ranks
     copies = LinkSpeed(bandwidth / 4, 1e-4, shared=ranks)  # two copies of each message, through the host's memory
-    node = Node(
-        Device(
-            "this machine",
-            memory,
-            flops,
-            bandwidth / (1 if accelerators else ranks),
-            reserved=0.0,
-            processor=not accelerators,
-        ),
-        ranks,
-        copies,
-        LinkSpeed(bandwidth / 2, 1e-5, shared=ranks),
-        host_memory,
-        bandwidth,
-        cores,
-        name="this machine",
-    )
-    return Machine(((node, nodes),), find_link("ethernet-10", ranks), "this machine")
+    to_host = LinkSpeed(bandwidth / 2, 1e-5, shared=ranks)
+    name, speed = "this machine", bandwidth / (1 if accelerators else ranks)
+    device = Device(name, memory, flops, speed, reserved=0.0, processor=not accelerators)
+    node = Node(device, ranks, copies, to_host, host_memory, bandwidth, cores, name=name)
+    return Machine(((node, nodes),), find_link("ethernet-10", ranks), name)

@@ -11,13 +11,7 @@ from zeromesh.apps.plan.cost.cost import KernelWork, ModelCost, Recompute, UnitC
 from zeromesh.apps.plan.machine.cluster import Machine, Node
 from zeromesh.apps.plan.machine.collective_times import Fabric, Wire, fabric, wire
 from zeromesh.apps.plan.machine.rates import Habits, KernelSpeed, dtype_on
-from zeromesh.apps.plan.predict.table_bytes import (
-    disk_seconds,
-    expert_traffic,
-    gradient_messages,
-    lookup_bytes,
-    moved_by_update,
-)
+from zeromesh.apps.plan.predict import table_bytes
 from zeromesh.base.placement import Placement, Tier, offloaded_units
 
 # Python's time for an operator, with the views beside it, in the contexts of selective recomputation; measured with
@@ -252,7 +246,7 @@ class Durations:
             size = (away * elements * widths.parameter + frozen) / shard.size
             seconds["fetch"] = self._copy(size)
             if row.parameter_tier is Tier.NVME:
-                seconds["read"] = disk_seconds(node.disk_read, size * sharing, node.name)
+                seconds["read"] = table_bytes.disk_seconds(node.disk_read, size * sharing, node.name)
         state = widths.states + widths.master
         if not (away and row.optimizer_tier is not Tier.DEVICE):
             # The update reads the gradient and reads and writes the master and the states; it writes the parameter.
@@ -271,8 +265,10 @@ class Durations:
         if row.parameter_tier is Tier.DEVICE:
             seconds["parameter_in"] = self._copy(local_elements * widths.parameter)
         if row.optimizer_tier is Tier.NVME:
-            seconds["states_read"] = disk_seconds(node.disk_read, local_elements * state * sharing, node.name)
-            seconds["states_written"] = disk_seconds(
+            seconds["states_read"] = table_bytes.disk_seconds(
+                node.disk_read, local_elements * state * sharing, node.name
+            )
+            seconds["states_written"] = table_bytes.disk_seconds(
                 node.disk_write or node.disk_read, local_elements * state * sharing, node.name
             )
         return seconds
@@ -283,7 +279,7 @@ class Durations:
         sharing = min(self.node.devices, layout.ranks)
         away = 1 - 1 / self.shard.size  # messages to all others take the time of a gather of as much
         for table in unit.tables:
-            looked, summed = lookup_bytes(table, layout), gradient_messages(table, layout)
+            looked, summed = table_bytes.lookup_bytes(table, layout), table_bytes.gradient_messages(table, layout)
             if away:
                 seconds["lookup"] += self.shard.all_gather(looked.indices / away) + self.shard.all_gather(
                     looked.rows / away
@@ -295,12 +291,14 @@ class Durations:
                 )
             if table.experts:
                 # Of fetches, and of the update, for which all wait.
-                fetch, update = (sum(moved.seconds(self.node, sharing)) for moved in expert_traffic(table, layout))
+                fetch, update = (
+                    sum(moved.seconds(self.node, sharing)) for moved in table_bytes.expert_traffic(table, layout)
+                )
                 seconds["rows"] += fetch
                 seconds["rows_again"] += fetch if layout.recompute.repeats else 0.0
                 seconds["update"] += update
                 continue
-            moved = moved_by_update(table, layout)
+            moved = table_bytes.moved_by_update(table, layout)
             if layout.tables.tier is Tier.DEVICE:
                 seconds["update"] += self.node.device.streaming_seconds(moved)
             else:
@@ -321,8 +319,7 @@ class Durations:
         # What a unit saves for its backward leaves behind the forward, and comes back before the backward.
         if not self.layout.activations_on_host or not unit.block:
             return 0.0
-        saved = unit.saved.get(self.layout.recompute)
-        return self._copy(saved.on(self.layout.tensor, self.layout.sequence)) if saved else 0.0
+        return self._copy(unit.kept(self.layout.recompute).on(self.layout.tensor, self.layout.sequence))
 
     def _copy(self, size: float) -> float:
         return self.host.latency + size / self.host.bandwidth if size > 0 else 0.0

@@ -12,14 +12,17 @@ from operator import attrgetter, mul
 from typing import NamedTuple
 
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
-from zeromesh.apps.plan.cost.cost import CostSource, ModelCost, Recompute, UnitCost
+from zeromesh.apps.plan.cost.cost import CostSource, ModelCost, UnitCost
 from zeromesh.apps.plan.machine.calibration import calibration_on
 from zeromesh.apps.plan.machine.cluster import Device, Machine
 from zeromesh.apps.plan.machine.rates import Habits
-from zeromesh.apps.plan.predict.durations import Durations
+from zeromesh.apps.plan.predict.durations import Durations, UnitTime
 from zeromesh.base.placement import Placement, Tier
 from zeromesh.parallel.pipeline.schedule.generators import ROWS as SCHEDULES
 from zeromesh.parallel.pipeline.schedule.generators import Shape
+
+MOVES = (*("gather", "reduce", "replicas", "fetch", "read", "update", "host_update", "states_read", "states_written"),)
+"""Seconds of states, of ``UnitTime``."""
 
 EXPOSED = 0.4  # share of traffic that a pipeline does not hide; it decides about the order of a search alone
 
@@ -45,27 +48,6 @@ def least_memory(machine: Machine) -> float:
 def devices_of_a_node(machine: Machine) -> int:
     """Return the devices of the smallest node."""
     return min(node.devices for node, _ in machine.nodes)
-
-
-class _Passes(NamedTuple):
-    """Seconds of a micro-batch on one rank that has the whole model."""
-
-    total: float  # of all units
-    block: float  # of the largest block
-
-
-class _Moves(NamedTuple):
-    """Seconds of the states of the whole model on one rank, by the resource that is busy."""
-
-    gather: float
-    reduce: float
-    replicas: float
-    fetch: float  # of parameters, from the host
-    read: float  # of parameters, from the disk
-    update: float  # on the device
-    host_update: float
-    states_read: float  # of the optimizer, from the disk
-    states_written: float
 
 
 class _Kinds(NamedTuple):
@@ -109,8 +91,8 @@ class TimeBound:
         self.source = source
         self.sequence = sequence
         self.machine = machine
-        self._passes: dict[tuple[object, ...], _Passes] = {}
-        self._moves: dict[tuple[object, ...], _Moves] = {}
+        self._passes: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._moves: dict[tuple[object, ...], UnitTime] = {}
         self._known: dict[tuple[int, int], _Kinds] = {}
         self._saved: dict[tuple[object, ...], float] = {}
         self._parameters: dict[tuple[int, int], _Elements] = {}
@@ -141,10 +123,10 @@ class TimeBound:
 
     def compute(self, layout: ParallelLayout) -> float:
         """Return seconds of the slowest stage, with the pipeline's idle time and sums that nothing hides."""
-        passes = self._passes_of(layout)
-        mean = passes.total / layout.pipeline
+        total, block = self._passes_of(layout)
+        mean = total / layout.pipeline
         # One of the ranks has at least so many blocks.
-        most = ceil(self.blocks / layout.pipeline) * passes.block
+        most = ceil(self.blocks / layout.pipeline) * block
         return self._factor * layout.accumulation * (max(mean, most) + self.bubble(layout) * mean)
 
     def expected(self, layout: ParallelLayout, compute: float, traffic: float, offload: float) -> float:
@@ -216,9 +198,8 @@ class TimeBound:
             cost, counts = self._at(layout.micro_batch, layout.context)
             self._saved[key] = 0.0
             for unit, count in zip(cost.units, counts, strict=True):
-                saved = unit.saved.get(layout.recompute) or unit.saved.get(Recompute.NONE)
-                if unit.block and saved is not None:
-                    self._saved[key] += saved.on(layout.tensor, layout.sequence) * count
+                if unit.block:
+                    self._saved[key] += unit.kept(layout.recompute).on(layout.tensor, layout.sequence) * count
         # Stages hold unlike numbers of blocks, so the rank that holds most micro-batches may have fewer than the mean.
         in_flight = held(layout) / layout.chunks
         return self._saved[key] / layout.pipeline * max(1.0, 0.8 * in_flight)
@@ -237,7 +218,8 @@ class TimeBound:
             self._parameters[tensor, shares] = _Elements(*amounts, *in_units)
         return self._parameters[tensor, shares]
 
-    def _passes_of(self, layout: ParallelLayout) -> _Passes:
+    def _passes_of(self, layout: ParallelLayout) -> tuple[float, float]:
+        """Return the seconds of a micro-batch on one rank: of the whole model, and of its largest block."""
         mesh = layout.tensor, layout.context, layout.pipeline, layout.expert, layout.sequence
         key = *mesh, layout.micro_batch, layout.recompute, layout.widths
         if key not in self._passes:
@@ -247,10 +229,10 @@ class TimeBound:
             alone = [unit._replace(lookup=0.0) for unit in units]
             times = [sum(s for _, s in (*u.compute_forward, *u.compute_backward)) for u in alone]
             block = max((seconds for unit, seconds in zip(units, times, strict=True) if unit.block), default=0.0)
-            self._passes[key] = _Passes(sum(map(mul, times, counts)), block)
+            self._passes[key] = sum(map(mul, times, counts)), block
         return self._passes[key]
 
-    def _moves_of(self, layout: ParallelLayout) -> _Moves:
+    def _moves_of(self, layout: ParallelLayout) -> UnitTime:
         # All units are taken to be off the device; where a part of them is, the device's update of the rest is short.
         row, share = layout.row, 1.0
         if row.optimizer_tier is not Tier.DEVICE:
@@ -261,19 +243,11 @@ class TimeBound:
             # States do not depend on the size of a micro-batch.
             cost, counts = self._at(1, 1)
             units = Durations(replace(layout, micro_batch=1, row=row), self.machine, Habits()).units(cost)
-            self._moves[key] = _Moves(*(sum(map(mul, map(attrgetter(n), units), counts)) for n in _Moves._fields))
+            totals = {name: sum(map(mul, map(attrgetter(name), units), counts)) for name in MOVES}
+            self._moves[key] = UnitTime("all units", False, **totals)
         moves = self._moves[key]
-        return (
-            moves
-            if share == 1
-            else moves._replace(
-                host_update=share * moves.host_update,
-                states_read=share * moves.states_read,
-                states_written=share * moves.states_written,
-                fetch=share * moves.fetch,
-                read=share * moves.read,
-            )
-        )
+        away = ("host_update", "states_read", "states_written", "fetch", "read")
+        return moves if share == 1 else moves._replace(**{name: share * getattr(moves, name) for name in away})
 
 
 def held(layout: ParallelLayout) -> int:

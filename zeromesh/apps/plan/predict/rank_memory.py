@@ -159,9 +159,8 @@ def _profiles(units: Sequence[UnitCost], layout: ParallelLayout, convention: Con
 
 def _profile(unit: UnitCost, layout: ParallelLayout) -> _Profile:
     tensor, sequence = layout.tensor, layout.sequence
-    policy = layout.recompute if layout.recompute in unit.saved else Recompute.NONE
-    saved = unit.saved[policy].on(tensor, sequence) if policy in unit.saved else 0.0
-    again = unit.saved[Recompute.NONE].on(tensor, sequence) - saved if policy is not Recompute.NONE else 0.0
+    saved = unit.kept(layout.recompute).on(tensor, sequence)
+    again = unit.kept(Recompute.NONE).on(tensor, sequence) - saved
     late = late_bytes(unit, layout)
     if layout.recompute.repeats:
         late = max(0.0, late - saved)  # beyond what is saved
@@ -208,11 +207,8 @@ def _in_chunks(unit: UnitCost, profile: _Profile, layout: ParallelLayout) -> _Pr
     narrow = chunk * widths.parameter / 4  # the chunk's gradient as it is multiplied with
     # Gradients of the head and its input are made in the forward.
     head = local_vocabulary * width * widths.parameter if trains else 0.0
-    policy = layout.recompute if layout.recompute in unit.saved else Recompute.NONE
-    saved = unit.saved[policy]
-    saved_bytes = (
-        saved._replace(split=0.0).on(layout.tensor, layout.sequence) + head + tokens * width * widths.parameter
-    )
+    saved = unit.kept(layout.recompute)._replace(split=0.0).on(layout.tensor, layout.sequence)
+    saved_bytes = saved + head + tokens * width * widths.parameter
     sums = 2 * head if chunk < 4 * tokens * local_vocabulary else 0.0  # of several chunks, in fp32
     return profile._replace(saved=saved_bytes, forward=chunk + narrow + sums, backward=head, early=head, gradients=head)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,12 +22,6 @@ READ = (
     "datasets, and Megatron's .bin with .idx"
 )
 AS_WRITTEN = "to learn it as it is written: --set data.format=raw"
-TABLE = "save it as CSV with a header"
-CONVERT = "convert it to text first, as with pandoc"
-UNPACK = "unpack it, and name the files in it"
-RECORDS = 'write its records as JSON lines (.jsonl), as {"text": ...} or {"prompt": ..., "response": ...}'
-SCRIPT = "zeromesh train takes text only; for other data write a script with zeromesh.initialize (examples/vision)"
-WEIGHTS = "name a model's folder in huggingface.path, and data in data.train"
 
 
 class FileKind(NamedTuple):
@@ -45,56 +40,14 @@ class FileKind(NamedTuple):
         return self.name.partition(" ")[2]
 
 
-KINDS: tuple[FileKind, ...] = (
-    FileKind("an Excel workbook", (".xlsx", ".xlsm", ".xls"), TABLE, member="xl/workbook"),
-    FileKind("an OpenDocument file", (".ods", ".odt", ".odp"), f"{TABLE}, or as text", member="content.xml"),
-    FileKind("a Word document", (".docx", ".doc"), "save it as plain text", member="word/document"),
-    FileKind("a PowerPoint file", (".pptx", ".ppt"), CONVERT, member="ppt/presentation"),
+_TABLES = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+KINDS = tuple(
     FileKind(
-        "an Office document", (), "save it as CSV with a header, or as plain text", (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a",)
-    ),
-    FileKind("an EPUB book", (".epub",), CONVERT, member="META-INF/container.xml"),
-    FileKind("a PDF document", (".pdf",), "extract its text, as with pdftotext", (b"%PDF-",)),
-    FileKind("an RTF document", (".rtf",), CONVERT, (b"{\\rtf",)),
-    FileKind("a NumPy archive", (".npz",), RECORDS, member=".npy"),
-    FileKind("a PyTorch file", (".pt", ".pth", ".ckpt"), WEIGHTS, member=".pkl"),
-    FileKind("a ZIP archive", (".zip",), UNPACK, ZIP),
-    FileKind("a tar archive", (".tar", ".tar.gz", ".tgz"), UNPACK),
-    FileKind(
-        "a gzip file", (".gz",), "gunzip it; only JSON lines are read compressed (.jsonl.gz, .ndjson.gz)", (GZIP,)
-    ),
-    FileKind("a bzip2 file", (".bz2",), "unpack it with bunzip2", (b"BZh",)),
-    FileKind("an xz file", (".xz",), "unpack it with unxz", (b"\xfd7zXZ\0",)),
-    FileKind("a Zstandard file", (".zst", ".zstd"), "unpack it with unzstd", (b"\x28\xb5\x2f\xfd",)),
-    FileKind("a 7z archive", (".7z",), UNPACK, (b"7z\xbc\xaf\x27\x1c",)),
-    FileKind("a RAR archive", (".rar",), UNPACK, (b"Rar!\x1a\x07",)),
-    FileKind("a PNG image", (".png",), SCRIPT, (b"\x89PNG\r\n\x1a\n",)),
-    FileKind("a JPEG image", (".jpg", ".jpeg"), SCRIPT, (b"\xff\xd8\xff",)),
-    FileKind("a GIF image", (".gif",), SCRIPT, (b"GIF87a", b"GIF89a")),
-    FileKind("a TIFF image", (".tif", ".tiff"), SCRIPT, (b"II*\0", b"MM\0*")),
-    FileKind("a WebP image", (".webp",), SCRIPT),
-    FileKind("a BMP image", (".bmp",), SCRIPT),
-    FileKind("an audio file", (".wav", ".mp3", ".flac", ".ogg", ".m4a"), SCRIPT, (b"ID3", b"fLaC", b"OggS")),
-    FileKind("a video file", (".mp4", ".mkv", ".avi", ".mov", ".webm"), SCRIPT, (b"\x1a\x45\xdf\xa3",)),
-    FileKind("a RIFF file", (), SCRIPT, (b"RIFF",)),
-    FileKind("a SQLite database", (".sqlite", ".sqlite3", ".db"), TABLE, (b"SQLite format 3\0",)),
-    FileKind("a pickle", (".pkl", ".pickle", ".joblib"), RECORDS, (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")),
-    FileKind("a NumPy array", (".npy",), RECORDS, (b"\x93NUMPY",)),
-    FileKind("an HDF5 file", (".h5", ".hdf5"), RECORDS, (b"\x89HDF\r\n\x1a\n",)),
-    FileKind(
-        "an Arrow table",
-        (".arrow", ".feather"),
-        "name the folder in which datasets wrote it, or write it as .parquet",
-        (b"ARROW1\0\0", b"FEA1", b"\xff\xff\xff\xff"),
-    ),
-    FileKind("an ORC table", (".orc",), "write it as .parquet", (b"ORC",)),
-    FileKind("an Avro file", (".avro",), "write it as .parquet", (b"Obj\x01",)),
-    FileKind("a weight file", (".safetensors", ".gguf"), WEIGHTS, (b"GGUF",)),
-    FileKind("a UTF-16 text", (), "convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW", (b"\xff\xfe", b"\xfe\xff")),
-    FileKind("an HTML page", (".html", ".htm", ".xhtml"), CONVERT, (b"<!doctype html", b"<html"), is_markup=True),
-    FileKind("an XML file", (".xml",), RECORDS, (b"<?xml",), is_markup=True),
-    FileKind("a YAML file", (".yaml", ".yml"), RECORDS, is_markup=True),
-    FileKind("a notebook", (".ipynb",), "export its text, as with jupyter nbconvert --to script", is_markup=True),
+        **row
+        | {"endings": tuple(row["endings"]), "remedy": _TABLES["remedies"].get(row["remedy"], row["remedy"])}
+        | {"begins": tuple(text.encode("latin-1") for text in row.get("begins", ()))}
+    )
+    for row in _TABLES["kinds"]
 )
 """Kinds, of which the first counts whose bytes a file begins with, else the first whose ending it has."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.apps.train.data import file_kinds
-from zeromesh.base.requirements import pip_install
+from zeromesh.base.requirements import imported
 from zeromesh.checkpoint.weights.pretrained import MAIN, reason_of
 
 # A configuration and a split may follow, as in "org/name:config:split".
@@ -30,13 +30,8 @@ def dataset_folder(name: str, revision: str = MAIN) -> Path:
     Raises:
         ValueError: it is not there yet and cannot be fetched.
     """
-    try:
-        import datasets
-    except ImportError as error:
-        raise ValueError(
-            f"data source {name!r} is no local file, and a data set of the Hub needs the package datasets ({error}): "
-            + pip_install("datasets")
-        ) from None
+    needs = "is no local file, and a data set of the Hub needs the package datasets"
+    datasets = imported("datasets", f"data source {name!r} {needs}")
     source, config, split = (*name.split(":"), "", "")[:3]
     cache_name = name if revision == MAIN else f"{name}@{revision}"
     folder = Path(datasets.config.HF_DATASETS_CACHE, "zeromesh", re.sub(r"[/:]", "--", cache_name))

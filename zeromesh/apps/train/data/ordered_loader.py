@@ -33,7 +33,7 @@ class Sample:
     reference: NDArray[np.float32] | None = None  # log-likelihoods of the two answers, shape (2,)
 
 
-def open_samples(part: TokenSet, length: int, seed: int, packing: str, pad: int) -> Stream | Packed | Pairs:
+def open_samples(part: TokenSet, length: int, seed: int, packing: str, pad: int) -> Stream | Packed:
     """Return the samples of a set; raise ValueError if a record is longer than a sample."""
     if part.pairs:
         return Pairs(part, length, seed, pad)
@@ -135,7 +135,7 @@ class Packed:
         return _filled(self.length, self.pad, records)
 
 
-class Pairs:
+class Pairs(Packed):
     """Samples of two answers to a prompt: a row for the chosen one, and a row for the rejected one."""
 
     def __init__(self, part: TokenSet, length: int, seed: int, pad: int) -> None:
@@ -143,11 +143,6 @@ class Pairs:
         self.count = self.rows = len(part.numbers)
         # It is not there before the first step, when it is computed.
         self._reference = np.load(part.reference, mmap_mode="r") if part.reference.is_file() else None
-
-    def sample(self, index: int) -> Sample:
-        """Return sample ``index`` of an endless order."""
-        epoch, position = divmod(index, self.count)
-        return self.row(int(Permutation(self.count, seed_of(self.seed, epoch, 1))[np.array([position])][0]))
 
     def row(self, number: int) -> Sample:
         """Return the sample with this number."""
@@ -219,7 +214,7 @@ class Share:
         return range(start, start + self.rows)
 
 
-def training_samples(prepared: PreparedData, length: int, seed: int) -> list[Stream | Packed | Pairs]:
+def training_samples(prepared: PreparedData, length: int, seed: int) -> list[Stream | Packed]:
     """Return the samples of each part of the blend; raise ValueError if one has no sample of ``length`` tokens."""
     parts = []
     for number, part in enumerate(prepared.train):

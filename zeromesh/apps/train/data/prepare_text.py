@@ -13,21 +13,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from zeromesh.apps.train.data import token_store
 from zeromesh.apps.train.data.encode import Encoded, Encoder, grouped
 from zeromesh.apps.train.data.file_kinds import summary
 from zeromesh.apps.train.data.hub_datasets import is_dataset_id
 from zeromesh.apps.train.data.records import KINDS, read_record, share_of
 from zeromesh.apps.train.data.sources import Part, find_documents, look, names_of
 from zeromesh.apps.train.data.text_formats import INDEXED, Document, is_special, placed, portions, read_portion
-from zeromesh.apps.train.data.token_store import (
-    PreparedData,
-    TokenSet,
-    divide,
-    load_summary,
-    save_summary,
-    scan_documents,
-    write_documents,
-)
 from zeromesh.apps.train.data.tokenizer import TextTokenizer, content_key, load_tokenizer, train_tokenizer
 from zeromesh.apps.train.train_settings import TextData
 from zeromesh.base.progress import ReadingBar
@@ -55,7 +47,7 @@ class Changed(ValueError):
 
 def prepare(
     data: TextData, folder: Path, may_write: bool = True, length: int | None = None, console: Console | None = None
-) -> PreparedData:
+) -> token_store.PreparedData:
     """Write text into a folder as token files, unless they are there already.
 
     Args:
@@ -70,7 +62,7 @@ def prepare(
     """
     parts = _find(data, folder.parent)
     key = _key(data, parts, length)
-    prepared = load_summary(folder / SUMMARY_FILE)
+    prepared = token_store.load_summary(folder / SUMMARY_FILE)
     if prepared is not None and prepared.key == key and _has_size(data, prepared):
         return prepared.sampled(data)
     if not may_write:
@@ -88,13 +80,13 @@ def prepare(
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
     try:
-        save_summary(_make(data, parts, key, new, length, console), new / SUMMARY_FILE)
+        token_store.save_summary(_make(data, parts, key, new, length, console), new / SUMMARY_FILE)
         shutil.rmtree(folder, ignore_errors=True)
         new.rename(folder)
     finally:
         shutil.rmtree(new, ignore_errors=True)
     # Read back, because the paths in memory are those of the folder before it was renamed.
-    summary = load_summary(folder / SUMMARY_FILE)
+    summary = token_store.load_summary(folder / SUMMARY_FILE)
     assert summary is not None
     return summary.sampled(data)
 
@@ -153,7 +145,7 @@ def _key(data: TextData, parts: Sequence[Part], length: int | None) -> str:
     return digest.hexdigest()
 
 
-def _has_size(data: TextData, prepared: PreparedData) -> bool:
+def _has_size(data: TextData, prepared: token_store.PreparedData) -> bool:
     """Return whether text was prepared with the size of the vocabulary in the settings."""
     if data.tokenizer is not None or prepared.tokenizer is None or prepared.vocabulary == data.vocabulary_size:
         return True
@@ -163,7 +155,7 @@ def _has_size(data: TextData, prepared: PreparedData) -> bool:
 
 def _make(
     data: TextData, parts: Sequence[Part], key: str, folder: Path, length: int | None, console: Console | None
-) -> PreparedData:
+) -> token_store.PreparedData:
     """Write the tokenizer and all data sets into an empty folder."""
     skipped: list[Document] = []
     files = [look(data, part, skipped) for part in parts]
@@ -179,8 +171,8 @@ def _make(
         (folder / TOKENIZER_FOLDER).mkdir()
         tokenizer.save(folder / TOKENIZER_FOLDER)
         encoder = Encoder(tokenizer, data, length)
-    train: list[TokenSet] = []
-    validation: list[TokenSet] = []
+    train: list[token_store.TokenSet] = []
+    validation: list[token_store.TokenSet] = []
     dropped = 0
     with ReadingBar(console, "text to tokens", sum(file.size for documents in files for file in documents)) as bar:
         for part, documents in zip(parts, files, strict=True):
@@ -194,7 +186,7 @@ def _make(
         )
     if not validation and data.validation_fraction > 0:
         _log.warning("%s is too short to hold anything out; there will be no validation", "data.train")
-    return PreparedData(
+    return token_store.PreparedData(
         key=key,
         train=tuple(train),
         validation=tuple(validation),
@@ -246,13 +238,13 @@ def sample_texts(data: TextData, files: Sequence[Document]) -> Iterator[str]:
 
 def _write_part(
     data: TextData, part: Part, files: Sequence[Document], encoder: Encoder | None, folder: Path, bar: ReadingBar
-) -> tuple[TokenSet, TokenSet, int]:
+) -> tuple[token_store.TokenSet, token_store.TokenSet, int]:
     """Return the training and the held-out set of a part, and the number of records that were too long."""
     dropped = 0
     # Tokens of another program stay where they are.
     if files[0].kind == INDEXED:
         prefix = files[0].path.resolve()
-        documents = scan_documents(prefix)
+        documents = token_store.scan_documents(prefix)
         bar.advance(files[0].size)
     else:
         assert encoder is not None
@@ -267,7 +259,7 @@ def _write_part(
                 dropped += result.dropped
                 yield result
 
-        documents = write_documents(prefix, encoded(), encoder.dtype, packed)
+        documents = token_store.write_documents(prefix, encoded(), encoder.dtype, packed)
         documents = replace(documents, pairs=files[0].kind == "preference")
     learned, unlearned = int(documents.learned.sum()), int((~documents.learned).sum())
     if not learned:
@@ -278,4 +270,4 @@ def _write_part(
     if unlearned:
         _log.warning("left out %s of %s without a token to learn", counted(unlearned, "record"), part.wanted)
     tokenizer = encoder.tokenizer if encoder else None
-    return *divide(part.name, prefix, documents, part.fraction, tokenizer, folder), dropped
+    return *token_store.divide(part.name, prefix, documents, part.fraction, tokenizer, folder), dropped

@@ -5,41 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zeromesh.apps.train.data.text_formats import OF_AN_ARRAY
-from zeromesh.apps.train.data.tokenizer import Ids, TextTokenizer
+from zeromesh.apps.train.data.tokenizer import Ids, TextTokenizer, template_errors
 from zeromesh.apps.train.train_settings import TextData
 from zeromesh.base.words import show, some
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 RAW = "raw"  # value of data.format, of files that are read as plain text
 TOOLS = "tools"  # key of the schemas of functions that the assistant of a chat may call
 
-# Keys, in any letter case, where the settings have the default; of several, the first that a record has.
-CHATS = ("messages", "conversations", "conversation")
-PAIRS = (
-    ("prompt", "response"),
-    ("prompt", "completion"),
-    ("instruction", "output"),
-    ("instruction", "response"),
-    ("question", "answer"),
-    ("input", "output"),
-)
-INPUTS = ("input", "context")  # text that follows an instruction, as in Alpaca and Dolly
-
-# Of ShareGPT, whose messages have "from" and "value".
-SPEAKERS = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "observation": "tool",
-}
+# Keys, in any letter case, where the settings have the default; of several, the first that a record has. "inputs" are
+# those of the text that follows an instruction, as in Alpaca and Dolly, and "speakers" have the roles of ShareGPT's.
+NAMES: dict[str, Any] = json.loads(Path(__file__).with_name("record_names.json").read_text(encoding="utf-8"))
 
 
 class Chat(NamedTuple):
@@ -153,15 +135,15 @@ def _text_key(data: TextData, record: Mapping[str, Any]) -> str:
 
 
 def _messages_key(data: TextData, record: Mapping[str, Any]) -> str:
-    names = CHATS if data.messages_key == CHATS[0] else (data.messages_key,)
+    names = NAMES["chats"] if data.messages_key == NAMES["chats"][0] else (data.messages_key,)
     keys = [_matching(record, name) for name in names]
     return next((key for key in keys if key in record), keys[0])
 
 
 def _pair(data: TextData, record: Mapping[str, Any]) -> tuple[str, str]:
     """Return the keys of the prompt and of the response."""
-    prompt = None if data.prompt_key == PAIRS[0][0] else data.prompt_key
-    pairs = [(prompt or first, data.response_key or second) for first, second in PAIRS]
+    prompt = None if data.prompt_key == NAMES["pairs"][0][0] else data.prompt_key
+    pairs = [(prompt or first, data.response_key or second) for first, second in NAMES["pairs"]]
     pairs = [(_matching(record, first), _matching(record, second)) for first, second in pairs]
     return next((pair for pair in pairs if set(pair) <= record.keys()), pairs[0])
 
@@ -170,7 +152,7 @@ def _input_key(prompt_key: str, record: Mapping[str, Any]) -> str | None:
     """Return the key of the text that an instruction is about; None without one."""
     if prompt_key.lower() != "instruction":
         return None
-    return next((key for key in (_matching(record, name) for name in INPUTS) if key in record), None)
+    return next((key for key in (_matching(record, name) for name in NAMES["inputs"]) if key in record), None)
 
 
 def _read_response(data: TextData, record: Mapping[str, Any]) -> tuple[str, str]:
@@ -205,7 +187,7 @@ def _read_chat(data: TextData, record: Mapping[str, Any]) -> Chat:
         raise ValueError(f"{key} = {show(messages)} must be a list of at least one message")
     read = [_read_message(f"{key}[{place}]", message) for place, message in enumerate(messages)]
     system = record.get("system")
-    if key != CHATS[0] and system and isinstance(system, str) and read[0]["role"] != "system":
+    if key != NAMES["chats"][0] and system and isinstance(system, str) and read[0]["role"] != "system":
         read.insert(0, {"role": "system", "content": system})
     if all(message["role"] != "assistant" for message in read):
         raise ValueError(
@@ -240,12 +222,12 @@ def _read_message(name: str, message: Any) -> dict[str, Any]:
     if "from" in message and "role" not in message:
         speaker = str(message["from"])
         others = {key: value for key, value in message.items() if key not in ("from", "value")}
-        message = {"role": SPEAKERS.get(speaker, speaker), "content": message.get("value"), **others}
+        message = {"role": NAMES["speakers"].get(speaker, speaker), "content": message.get("value"), **others}
     for key in ("role", "content"):
         if key not in message and not (key == "content" and message.get("tool_calls")):
             raise ValueError(f"{name} = {show(dict(message))} lacks {key!r}; a message has role and content")
-    if message["role"] not in ROLES:
-        raise ValueError(f"{name}.role = {show(message['role'])} must be one of {', '.join(ROLES)}")
+    if message["role"] not in NAMES["roles"]:
+        raise ValueError(f"{name}.role = {show(message['role'])} must be one of {', '.join(NAMES['roles'])}")
     # Tables give each message the keys of all messages, with None for those that it does not have.
     entries = {key: value for key, value in message.items() if value is not None}
     if "content" in entries or not entries.get("tool_calls"):
@@ -255,12 +237,8 @@ def _read_message(name: str, message: Any) -> dict[str, Any]:
 
 def _encode_chats(tokenizer: TextTokenizer, chats: Sequence[Chat]) -> Iterator[Tokens]:
     for chat in chats:
-        try:
+        with template_errors("it"):
             ids, mask = tokenizer.chat(chat.messages, chat.tools)
-        except ValueError:
-            raise
-        except Exception as error:  # templates may raise any type
-            raise ValueError(f"the tokenizer's chat template refuses it: {error}") from error
         if not mask[1:].any():
             raise ValueError(
                 "the tokenizer's chat template marks nothing of it as said by the assistant; look at where the "

@@ -16,17 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from zeromesh.apps.train.data import file_kinds
 from zeromesh.apps.train.data.csv_tables import WITHOUT_HEADER, header_of
-from zeromesh.apps.train.data.file_kinds import (
-    AS_WRITTEN,
-    GZIP,
-    FileKind,
-    head_of,
-    is_plain,
-    kind_of_file,
-    refusal,
-    summary,
-)
 from zeromesh.apps.train.data.hub_datasets import dataset_folder, is_dataset_id
 from zeromesh.apps.train.data.indexed import ENDINGS, MASK, file_of, prefix_of
 from zeromesh.apps.train.data.records import KINDS, RAW, describe_keys, kind_of
@@ -207,7 +198,7 @@ def look(data: TextData, part: Part, skipped: list[Document]) -> list[Document]:
                 files.append(replace(document, kind=INDEXED))
             elif (other := _other_kind(data, document)) is not None:
                 if document.named:
-                    raise ValueError(refusal(document.path, other))
+                    raise ValueError(file_kinds.refusal(document.path, other))
                 (markup if other.is_markup and is_text(document) else skipped).append(document)
             elif form == ".json" and not document.named and not _has_records(data, document):
                 (markup if is_text(document) else skipped).append(document)
@@ -221,13 +212,13 @@ def look(data: TextData, part: Part, skipped: list[Document]) -> list[Document]:
                 skipped.append(document)
     # Pages and settings beside other text, as in a folder of sources, are text as well.
     if markup and not texts:
-        first = kind_of_file(markup[0].path)
+        first = file_kinds.kind_of_file(markup[0].path)
         if first is not None:
-            raise ValueError(refusal(markup[0].path, first))
+            raise ValueError(file_kinds.refusal(markup[0].path, first))
         _first(data, markup[0])  # raises what is wrong
     texts += [replace(document, raw=True) for document in markup]
     if not texts and not files:
-        kinds = summary([document.path for document in part.documents if not is_special(document.path)])
+        kinds = file_kinds.summary([document.path for document in part.documents if not is_special(document.path)])
         tables = [document for document in part.documents if format_of(document) in TABLES and is_text(document)]
         if tables and not kinds:
             kinds = f"{names_of(tables)} has no rows below the header; add rows{WITHOUT_HEADER}"
@@ -270,21 +261,23 @@ def is_text(document: Document) -> bool:
     return has_text
 
 
-def _other_kind(data: TextData, document: Document) -> FileKind | None:
+def _other_kind(data: TextData, document: Document) -> file_kinds.FileKind | None:
     """Return what a file is that is not read; None for text, records and tables, and for what the settings ask for."""
     path = document.path
     if document.raw or not path.is_file() or format_of(document) == ".parquet":
         return None
-    kind = kind_of_file(path)
+    kind = file_kinds.kind_of_file(path)
     compressed = path.name.lower().endswith((".jsonl.gz", ".ndjson.gz"))
     chosen = data.suffixes and path.name.endswith(tuple(data.suffixes))
-    return None if kind is None or (compressed and GZIP in kind.begins) or (kind.is_markup and chosen) else kind
+    return (
+        None if kind is None or (compressed and file_kinds.GZIP in kind.begins) or (kind.is_markup and chosen) else kind
+    )
 
 
 def _require_index(document: Document) -> None:
     """Refuse the tokens' half of a data set in Megatron's format if it is a text of another program."""
     tokens, index = (file_of(document.path, ending) for ending in ENDINGS)
-    if index.is_file() or not is_plain(head_of(tokens)):
+    if index.is_file() or not file_kinds.is_plain(file_kinds.head_of(tokens)):
         return
     raise ValueError(
         f"{tokens} is text, and its name ends like that of Megatron's tokens, for which {index.name} is missing; let "
@@ -311,7 +304,7 @@ def _first(data: TextData, document: Document) -> tuple[str, Mapping[str, Any]] 
                 except ValueError as error:
                     if form in TABLES:
                         raise ValueError(_undecided(data, document, record)) from None
-                    raise ValueError(f"{error}; {AS_WRITTEN}" if form == ".json" else str(error)) from None
+                    raise ValueError(f"{error}; {file_kinds.AS_WRITTEN}" if form == ".json" else str(error)) from None
     return None
 
 
@@ -332,7 +325,7 @@ def _undecided(data: TextData, document: Document, record: Mapping[str, str]) ->
     header = "" if document.columns else WITHOUT_HEADER
     return (
         f"the table has the columns {columns}{asked}; say what is to be learned: --set data.text_key=COLUMN, or --set "
-        f"data.prompt_key=COLUMN --set data.response_key=COLUMN{header}; {AS_WRITTEN}"
+        f"data.prompt_key=COLUMN --set data.response_key=COLUMN{header}; {file_kinds.AS_WRITTEN}"
     )
 
 
@@ -364,13 +357,13 @@ def _require_no_records(data: TextData, document: Document) -> None:
     # The model would learn quotes and brackets.
     if document.raw or not document.named:
         return
-    names = header_of(head_of(document.path))
+    names = header_of(file_kinds.head_of(document.path))
     if len(names) > 1 and _kind_or_none(data, dict.fromkeys(names)) not in (None, "text"):
         raise ValueError(
             f"{document.path} begins with the header of a table ({some(names)}), and its name ends like that of plain "
-            f"text; let it end in .csv; {AS_WRITTEN}"
+            f"text; let it end in .csv; {file_kinds.AS_WRITTEN}"
         )
-    if not head_of(document.path).lstrip().startswith((b"{", b"[")):
+    if not file_kinds.head_of(document.path).lstrip().startswith((b"{", b"[")):
         return
     with document.path.open("rb") as file:
         # The end of what was read may be half a character.
@@ -383,7 +376,7 @@ def _require_no_records(data: TextData, document: Document) -> None:
     ending = ".json" if text.startswith("[") else ".jsonl"
     raise ValueError(
         f"{document.path} has {'an array of records' if ending == '.json' else 'records'} in JSON, and its name ends "
-        f"like that of plain text; let it end in {ending}; {AS_WRITTEN}"
+        f"like that of plain text; let it end in {ending}; {file_kinds.AS_WRITTEN}"
     )
 
 

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zeromesh.apps.train.data.csv_tables import next_row, not_utf8, row_ends, table_of
 from zeromesh.apps.train.data.file_kinds import AS_WRITTEN, PARQUET, head_of
 from zeromesh.apps.train.data.indexed import ENDINGS, MASK, file_of, prefix_of
-from zeromesh.base.requirements import pip_install
+from zeromesh.base.requirements import imported
 
 TABLES = (".csv", ".tsv")  # formats whose columns are all text
 INDEXED = "indexed"  # format, and kind, of files that hold tokens
@@ -288,15 +289,11 @@ def _table(document: Document) -> Any:
 def _open_table(path: Path, changed: int) -> Any:
     """Open a parquet file or a data set; ``changed`` is its time of change, so that the cache forgets an old file."""
     package = "datasets" if path.is_dir() else "pyarrow"
-    try:
-        if package == "datasets":
-            from datasets import load_from_disk
-        else:
-            from pyarrow import parquet
-    except ImportError:
-        raise ValueError(f"reading {str(path)!r} needs the package {package}: {pip_install(package)}") from None
+    library = imported(package, f"reading {str(path)!r} needs the package {package}")
     with _readable(path):
-        return load_from_disk(str(path)).with_format(None) if package == "datasets" else parquet.ParquetFile(path)
+        if path.is_dir():
+            return library.load_from_disk(str(path)).with_format(None)
+        return import_module("pyarrow.parquet").ParquetFile(path)
 
 
 @contextmanager

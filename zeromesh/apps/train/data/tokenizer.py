@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from zeromesh.base.files import LARGEST_RECORD, open_regular, require_regular
-from zeromesh.base.requirements import pip_install
+from zeromesh.base.requirements import imported
 
 Ids = NDArray[np.int64]
 Message = dict[str, Any]
@@ -199,18 +200,15 @@ def _wrapped(tokenizer: Tokenizer, name: str) -> TextTokenizer:
 
 
 def _of_folder(folder: Path) -> TextTokenizer:
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise ValueError(
-            f"the tokenizer in {str(folder)!r} needs the package transformers: {pip_install('transformers')}"
-        ) from None
+    transformers = imported("transformers", f"the tokenizer in {str(folder)!r} needs the package transformers")
     for file in folder.iterdir():
         if file.is_file() and file.suffix not in WEIGHTS:
             require_regular(file, LARGEST_RECORD)
     try:
         # No code of the folder is run: a tokenizer may come from anywhere.
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # kinds of tokenizers differ in what they raise
         raise ValueError(
             f"{str(folder)!r} holds no tokenizer that transformers can read without running code of its own: {error}"
@@ -227,12 +225,8 @@ def _of_folder(folder: Path) -> TextTokenizer:
         return [np.array(ids, dtype=np.int64) for ids in encodings]
 
     def prompt(messages: Sequence[Message]) -> Ids:
-        try:
+        with template_errors("the messages"):
             return _render_ids(tokenizer, messages, True)
-        except ValueError:
-            raise
-        except Exception as error:  # templates may raise any type
-            raise ValueError(f"the tokenizer's chat template refuses the messages: {error}") from error
 
     def save(target: Path) -> None:
         tokenizer.save_pretrained(str(target))
@@ -251,6 +245,17 @@ def _of_folder(folder: Path) -> TextTokenizer:
         prompt=prompt,
         save=save,
     )
+
+
+@contextmanager
+def template_errors(refused: str) -> Iterator[None]:
+    """Raise errors of a chat template, which may be of any type, as ValueError that says what it refuses."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"the tokenizer's chat template refuses {refused}: {error}") from error
 
 
 def _render(tokenizer: Any, messages: Sequence[Message], tools: Tools = None) -> tuple[Ids, NDArray[np.bool_]]:
