@@ -25,6 +25,7 @@ from zeromesh.shard.parameters.flat import Flat
 from zeromesh.shard.store.tiers import Tiers
 from zeromesh.shard.tables.lookups import Lookups, TableCall
 from zeromesh.shard.tables.row_exchange import COPIES_TAG, ROWS_TAG, RowRequest, ask, from_all, swap, vector_of
+from zeromesh.shard.tables.row_fetches import Beside
 from zeromesh.shard.tables.stacked_rows import (
     RestingExperts,
     StackedRows,
@@ -71,12 +72,12 @@ class Tables:
             for number, (name, module) in enumerate(self._settings.modules.items())
         ]
         self.stacks: list[tuple[StackedRows, list[StackedTable]]] = []
-        resting = self._settings.resting
+        resting, self.beside = self._settings.resting, Beside(mesh.device)
         for stack in resting.stacks if resting is not None else ():
             assert resting is not None
+            number, common = first + len(self.every), (mesh, resting, chosen, wire, self.beside)
             here = [
-                StackedTable(weight, stack.count, first + len(self.every) + place, mesh, resting, chosen, wire)
-                for place, weight in enumerate(stack.weights)
+                StackedTable(weight, stack.count, number + place, *common) for place, weight in enumerate(stack.weights)
             ]
             self.stacks.append((stack, here))
             self.every += here
@@ -129,8 +130,8 @@ class Tables:
             table.place(materialise, hot, store)
             if table.full_name not in stacked:
                 table.spread(table.module, forward_of(table.module, self.lookups, table), arrived)
-        for stack, tables in self.stacks:
-            forward = forward_of_stack(stack, self.lookups, tables)
+        for number, (stack, tables) in enumerate(self.stacks):
+            forward = forward_of_stack(self, number)
             for stacked_table in tables:
                 stacked_table.spread(stack.module, forward, arrived)
 
@@ -147,6 +148,7 @@ class Tables:
         self.lookups.drop()
         for table in self.every:
             table.gather_up()
+        self.beside.close()
 
     # Gradients.
 
@@ -230,6 +232,7 @@ class Tables:
                     rule = table.rule_of(optimizer, group)
                     with span("update", table.name):
                         table.update(rule, group, optimizer.state[piece.parameter])
+        self.beside.updated([layer for _, layer in self.stacks])
 
     @contextmanager
     def gathered(self, tables: Sequence[Table], assemble: Callable[[Flat], torch.Tensor]) -> Iterator[None]:
