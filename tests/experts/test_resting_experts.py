@@ -23,10 +23,9 @@ from zeromesh import zero
 from zeromesh.engine.reports import planned_states
 from zeromesh.shard import sizes
 from zeromesh.shard.store.link import Link
-from zeromesh.shard.tables import row_fetches, stacked_rows
+from zeromesh.shard.tables import row_fetches, row_steps
 from zeromesh.shard.tables.row_fetches import FetchedRows, RowFetcher
 from zeromesh.shard.tables.row_memory import RowMemory
-from zeromesh.shard.tables.stacked_rows import StackedTable
 
 STEPS, EXPERTS, LENGTH = 6, 16, 3
 RATES = [1e-2 / (1 + step) for step in range(STEPS)]  # a row that is left alone has to know the rates of its time
@@ -89,7 +88,7 @@ def trained(case: Case, folder: str) -> dict[str, torch.Tensor]:
     if case.rest != "none":  # most rows have been left alone for steps: nothing has touched all of them so far
         for table in engine.sharded.tables:
             table.wait()
-        missed = [int((table._missed > 0).sum()) for table in engine.sharded.tables]
+        missed = [int((table.steps.missed > 0).sum()) for table in engine.sharded.tables]
         assert len(missed) == 4
         assert all(missed), missed
     found: dict[str, torch.Tensor] = engine.gathered_state_dict()
@@ -285,12 +284,12 @@ def test_sums_of_micro_batches_that_are_not_sent_are_not_rounded(tmp_path: Path)
 def test_experts_that_are_never_used_keep_no_more_than_some_steps(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(stacked_rows, "MOST_MISSED", 1)
+    monkeypatch.setattr(row_steps, "MOST_MISSED", 1)
     engine = engine_of(Case(), str(tmp_path))
     advance(engine, Case(), range(STEPS))
     for table in engine.sharded.tables:
         table.wait()
-        assert len(table._steps) == 1
+        assert len(table.steps.last) == 1
     found = engine.gathered_state_dict()
     engine.destroy()
     assert_close(found, plain(Case()), 1e-12)
@@ -364,8 +363,8 @@ def test_a_recomputed_block_keeps_no_rows_until_the_backward(recomputes: bool, t
 
 
 def test_updates_go_on_after_the_step_and_forwards_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    engine, begin, take = engine_of(Case(), str(tmp_path)), Event(), StackedTable._take
-    monkeypatch.setattr(StackedTable, "_take", staticmethod(lambda *rows: begin.wait(60) and take(*rows)))
+    engine, begin, take = engine_of(Case(), str(tmp_path)), Event(), row_steps.take_steps
+    monkeypatch.setattr(row_steps, "take_steps", lambda *rows: begin.wait(60) and take(*rows))
     advance(engine, Case(), [0])  # comes back, although no row can be updated
     assert not any(table._update.done() for table in engine.sharded.tables)
     begin.set()
@@ -379,7 +378,7 @@ def test_an_error_of_an_update_is_raised_by_the_next_forward(monkeypatch: pytest
         raise MemoryError("no memory for the update")
 
     engine = engine_of(Case(), str(tmp_path))
-    monkeypatch.setattr(StackedTable, "_take", staticmethod(fail))
+    monkeypatch.setattr(row_steps, "take_steps", fail)
     advance(engine, Case(), [0])
     with pytest.raises(MemoryError, match="no memory for the update"):
         mixture_loss(engine, token_rows(0, 1, LENGTH))

@@ -82,12 +82,12 @@ class Beside:
 
     @cached_property
     def ahead(self) -> RowFetcher:
-        """What fetches in a thread."""
+        """Return what fetches rows in a thread."""
         return RowFetcher(self._device)
 
     @cached_property
     def at_once(self) -> RowFetcher:
-        """What fetches for a caller that waits."""
+        """Return what fetches rows for a caller that waits."""
         return RowFetcher(self._device)
 
     def called(self, number: int, layers: Sequence[Sequence[Fetching]]) -> None:

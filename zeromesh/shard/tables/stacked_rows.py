@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import inspect
 import shutil
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import ref
@@ -26,7 +24,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from zeromesh.base.kernels.update_pass import UpdatePiece, UpdateStep, update
+from zeromesh.base.kernels.update_pass import UpdateStep
 from zeromesh.base.kernels.update_rules import RULES, rule_of, state_dtype
 from zeromesh.base.placement import Tier
 from zeromesh.comm.agreement import catch
@@ -38,10 +36,8 @@ from zeromesh.shard.tables.lookups import Lookups, TableCall
 from zeromesh.shard.tables.row_fetches import Beside, FetchedRows, RowFetcher
 from zeromesh.shard.tables.row_memory import RowMemory
 from zeromesh.shard.tables.row_rules import Options, RowState
+from zeromesh.shard.tables.row_steps import RowSteps
 from zeromesh.shard.tables.table import Table
-
-WINDOW = 1 << 18  # elements that take all their steps before others do: a processor's cache has them and their states
-MOST_MISSED = 1000  # steps that are kept for a row; one that misses more takes them, used or not
 
 
 @dataclass(frozen=True)
@@ -120,11 +116,10 @@ class StackedTable(Table):
         sent: torch.dtype | None,
         beside: Beside,
     ) -> None:
-        self.resting, self._experts, self._beside = resting, count, beside
+        self.resting, self._beside = resting, beside
+        self.count = count  # a row of a packed weight has many of its entries
         dtype = chosen[id(weight.value)]
         super().__init__(weight.path, weight.module, number, mesh, resting.tier, dtype, sent, weight.attribute)
-        self._missed = torch.zeros(self.rows_here, dtype=torch.int64)  # steps of each row that are to be made up for
-        self._steps: deque[UpdateStep] = deque()  # the last ones, as many as any row misses
         self._asked = torch.empty(0, dtype=torch.int64)  # rows that the last call asked for
         # What uses rows in another thread: at first the update, then the fetch, if they were begun.
         self._update: Future[None] | None = None
@@ -133,17 +128,15 @@ class StackedTable(Table):
         self._classes = {base: watched_class(base, self._used) for base in (torch.Tensor, nn.Parameter)}
         self._watched: list[torch.Tensor] = []
 
-    def rows_of(self, weight: torch.Tensor) -> int:
-        """Return the number of experts: a row of a packed weight has many of its entries."""
-        return self._experts
-
     def placed(self, tables: TableLayout) -> TableLayout:
         """Return the place of the rows and states."""
         return self.resting.layout(self.flat.layout.trainable, self.flat.master.dtype)
 
     def _memory(self, plane: torch.Tensor, hot: int | None) -> RowMemory:
         in_files = self.flat.parameter_tier is Tier.NVME
-        return RowMemory(plane, self.mesh.device, hot if in_files else None, on_host=True)
+        memory = RowMemory(plane, self.mesh.device, hot if in_files else None, on_host=True)
+        self.steps = RowSteps(memory, self.rows_here)
+        return memory
 
     def wait(self) -> None:
         """Wait for the update and the fetch of rows here; raise once what went wrong in them."""
@@ -171,7 +164,7 @@ class StackedTable(Table):
         self._fetched = self._beside.fetches.submit(fetch)
 
     def _fetch(self, fetcher: RowFetcher, rows: torch.Tensor) -> FetchedRows:
-        return fetcher.fetch(rows, self.width, self.wire, self._make_up)
+        return fetcher.fetch(rows, self.width, self.wire, self.steps.make_up)
 
     def drop(self) -> None:
         """Forget rows that were fetched, and not asked for."""
@@ -203,7 +196,7 @@ class StackedTable(Table):
         self.wait()
         if forget:
             self.drop()
-        self._make_up(torch.arange(self.rows_here))
+        self.steps.make_up(torch.arange(self.rows_here))
         super().settle(forget)
 
     def _used(self, tensor: torch.Tensor) -> None:
@@ -228,68 +221,11 @@ class StackedTable(Table):
             self._bind([RowState(key, initial=_INITIAL.get(key)) for key in names], options, state)
         number = int(state["step"]) + 1
         step = UpdateStep(rule, options_now(options, RULES[rule].options), number)
-        if self._steps and self._steps[-1].group == step.group:
-            step = UpdateStep(rule, self._steps[-1].group, number)  # its options are kept once
         state["step"] = state["step"] + 1
-        self._update = self._beside.updates.submit(self._take_step, step, self.gradient.ids, self.gradient.summed)
+        self._update = self._beside.updates.submit(self.steps.take, step, self.gradient.ids, self.gradient.summed)
         self._watched = [piece.parameter for _, _, piece in self.flat.pieces] + [state[name] for name in names]
         for tensor in self._watched:
             change_class(tensor, self._classes.get(type(tensor), type(tensor)))
-
-    def _take_step(self, step: UpdateStep, ids: torch.Tensor, summed: torch.Tensor) -> None:
-        gradients = summed.to("cpu", self.flat.master.dtype)
-        place_of = {row: place for place, row in enumerate(ids.tolist())}
-
-        def change(row: int, values: list[torch.Tensor]) -> bool:
-            self._take(values, [*self._steps_of(row), step], gradients[place_of[row]])
-            self._missed[row] = -1
-            return True
-
-        self.rows.in_place(ids, change)
-        self._steps.append(step)
-        self._missed += 1
-        self._make_up((self._missed > MOST_MISSED).nonzero().flatten())
-        self._forget_steps()
-
-    def _make_up(self, rows: torch.Tensor, weights: torch.Tensor | None = None) -> None:
-        """Let some rows, int64 on the host, take the steps that they miss, and copy their weights to ``weights``."""
-        wanted = rows if weights is not None else rows[self._missed[rows] > 0]
-        if not wanted.numel():
-            return
-        places = iter(weights if weights is not None else ())
-
-        def change(row: int, values: list[torch.Tensor]) -> bool:
-            behind = bool(self._missed[row] > 0)
-            if behind:
-                self._take(values, self._steps_of(row), None)
-                self._missed[row] = 0
-            if weights is not None:
-                next(places).copy_(values[0])
-            return behind
-
-        self.rows.in_place(wanted, change)
-        self._forget_steps()
-
-    def _steps_of(self, row: int) -> list[UpdateStep]:
-        return [*islice(reversed(self._steps), int(self._missed[row]))][::-1]
-
-    def _forget_steps(self) -> None:
-        most = int(self._missed.max()) if self.rows_here else 0
-        while len(self._steps) > most:
-            self._steps.popleft()
-
-    @staticmethod
-    def _take(values: list[torch.Tensor], steps: Sequence[UpdateStep], last: torch.Tensor | None) -> None:
-        """Take steps with gradients of zero, of which the last one has the gradient ``last`` unless that is None."""
-        master, *states = values
-        zeros = torch.zeros(min(WINDOW, master.numel()), dtype=master.dtype)
-        for start in range(0, master.numel(), WINDOW):
-            window = slice(start, min(start + WINDOW, master.numel()))
-            parts, size = tuple(state[window] for state in states), window.stop - start
-            for step in steps:
-                has_gradient = last is not None and step is steps[-1]
-                gradient = last[window] if last is not None and has_gradient else zeros[:size]
-                update([UpdatePiece(step, gradient, master[window], parts)])
 
 
 _INITIAL = {"sum": "initial_accumulator_value"}

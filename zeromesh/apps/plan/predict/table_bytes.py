@@ -59,6 +59,16 @@ def row_gradients(table: TableCost, layout: ParallelLayout) -> float:
     return 0.0 if table.experts else used(table) * table.width * layout.accumulation * layout.widths.wire
 
 
+def fetched_ahead(tables: Iterable[TableCost], layout: ParallelLayout) -> float:
+    """Return the bytes of a layer's experts that are on the device before the layer is called."""
+    return sum(used(table) * fetched_width(table, layout) for table in tables if table.experts)
+
+
+def fetched_width(table: TableCost, layout: ParallelLayout) -> float:
+    """Return the bytes of a row as it is computed with."""
+    return table.width * layout.widths.parameter + table.frozen
+
+
 def used(table: TableCost, times: float = 1.0) -> float:
     """Return the most rows that ``times`` micro-batches of one rank use."""
     return min(table.rows, table.lookups * times)
@@ -67,7 +77,7 @@ def used(table: TableCost, times: float = 1.0) -> float:
 def lookup_bytes(table: TableCost, layout: ParallelLayout) -> TableBytes:
     """Return what a rank sends for the lookups of one micro-batch."""
     away = used(table) * (1 - 1 / ranks_of(layout))
-    return TableBytes(INDEX * away, rows=away * (table.width * layout.widths.parameter + table.frozen))
+    return TableBytes(INDEX * away, rows=away * fetched_width(table, layout))
 
 
 def gradient_messages(table: TableCost, layout: ParallelLayout) -> TableBytes:
@@ -126,7 +136,7 @@ def expert_traffic(table: TableCost, layout: ParallelLayout) -> tuple[ExpertTraf
     """Return what a rank moves in each fetch of a layer's experts, and in an update of them."""
     placed, number = placed_of(table, layout), _number(layout)
     rows, changed = used(table), updated(table, layout)
-    sent, at_rest = (table.width * width + table.frozen for width in (layout.widths.parameter, number))
+    sent, at_rest = fetched_width(table, layout), table.width * number + table.frozen
     # Share of rows that are not in slots.
     away = max(0.0, 1 - (placed.cached or 0) * ranks_of(layout) / table.rows) if placed.tier is Tier.NVME else 0.0
     states, landed = (1 + placed.states) * table.width * number, table.width * max(4, layout.widths.wire)
