@@ -42,10 +42,11 @@ def resting_text(
     if layout.resting is None:
         return
     (at_rest, moved), node = resting_update(source, sequence, layout), machine.nodes[0][0]
-    sharing = min(node.devices, layout.ranks)
-    host, disk = moved.seconds(node, sharing)
+    sharing, factor = min(node.devices, layout.ranks), time.calibration.factor
+    *busy, disk = (factor * seconds for seconds in moved.seconds(node, sharing))
+    host = max(busy)
     units = Durations(layout, machine, Habits()).units(source.at(layout.micro_batch, sequence, layout.context))
-    waited = layout.accumulation * sum(unit.rows + unit.rows_again for unit in units)
+    waited = factor * layout.accumulation * sum(unit.rows + unit.rows_again for unit in units)
     beside, tokens = time.seconds - waited, layout.samples * sequence
     said = f"{bytes_text(moved.host)} in host memory and {bytes_text(moved.link)} over the link, {seconds_text(host)}"
     if disk:

@@ -310,10 +310,12 @@ class Durations:
                     summed.copies * layout.replicate / (layout.replicate - 1)
                 )
             if table.experts:
-                fetch, update = (sum(moved.seconds(self.node, sharing)) for moved in expert_traffic(table, layout))
-                seconds["rows"] += fetch
-                seconds["rows_again"] += fetch if layout.recompute.repeats else 0.0
-                seconds["rows_update"] += update
+                fetch, update = (moved.seconds(self.node, sharing) for moved in expert_traffic(table, layout))
+                rows = max(fetch[:2]) + fetch[2]  # some are read while those before are copied
+                seconds["rows"] += rows
+                seconds["rows_again"] += rows if layout.recompute.repeats else 0.0
+                seconds["rows_update"] += update[0] + update[2]
+                seconds["update"] += update[1]  # the backward waits until its gradients are on the host
                 continue
             moved = moved_by_update(table, layout)
             if layout.tables.tier is Tier.DEVICE:

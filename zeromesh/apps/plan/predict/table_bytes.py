@@ -117,12 +117,11 @@ class ExpertTraffic(NamedTuple):
         """Return the sum with a multiple of the other."""
         return ExpertTraffic(*(a + times * b for a, b in zip(self, other, strict=True)))
 
-    def seconds(self, node: Node, sharing: int) -> tuple[float, float]:
-        """Return the seconds of host and link, and those of the disk, which ``sharing`` ranks share."""
-        return self.host * sharing / node.host_bandwidth + self.link / node.host.bandwidth, sharing * (
-            disk_seconds(node.disk_read, self.reads, node.name)
-            + disk_seconds(node.disk_write or node.disk_read, self.writes, node.name)
-        )
+    def seconds(self, node: Node, sharing: int) -> tuple[float, float, float]:
+        """Return the seconds of the host, the link, and the disk; ``sharing`` ranks share host and disk."""
+        disk = disk_seconds(node.disk_read, self.reads, node.name)
+        disk += disk_seconds(node.disk_write or node.disk_read, self.writes, node.name)
+        return self.host * sharing / node.host_bandwidth, self.link / node.host.bandwidth, sharing * disk
 
 
 def disk_seconds(speed: float, size: float, node: str) -> float:
@@ -139,8 +138,8 @@ def expert_traffic(table: TableCost, layout: ParallelLayout) -> tuple[ExpertTraf
     sent, at_rest = fetched_width(table, layout), table.width * number + table.frozen
     # Share of rows that are not in slots.
     away = max(0.0, 1 - (placed.cached or 0) * ranks_of(layout) / table.rows) if placed.tier is Tier.NVME else 0.0
-    states, landed = (1 + placed.states) * table.width * number, table.width * max(4, layout.widths.wire)
+    states, landed = (1 + placed.states) * table.width * number, rows * table.width * layout.widths.parameter
     return (
         ExpertTraffic(rows * sent, rows * (at_rest + sent), away * rows * at_rest),
-        ExpertTraffic(changed * landed, moved_by_update(table, layout), *[away * changed * states] * 2),
+        ExpertTraffic(layout.accumulation * landed, moved_by_update(table, layout), *[away * changed * states] * 2),
     )
