@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -13,6 +12,9 @@ from zeromesh.base.placement import Tier
 from zeromesh.shard.store.link import DONE, Copy, Link
 from zeromesh.shard.store.memory import Staging
 from zeromesh.shard.tables.row_memory import plainly
+
+if TYPE_CHECKING:
+    from zeromesh.shard.tables.stacked_rows import StackedTable
 
 STAGED = 64 << 20  # bytes of rows that are copied at a time: those that follow are read meanwhile
 
@@ -56,16 +58,6 @@ class RowFetcher:
         return FetchedRows(rows, values, copy)
 
 
-class Fetching(Protocol):
-    """A table whose rows can be fetched before they are asked for."""
-
-    def fetch_ahead(self) -> None:
-        """Begin to fetch the rows that were asked for last."""
-
-    def drop(self) -> None:
-        """Forget rows that were fetched, and not asked for."""
-
-
 class Beside:
     """Threads that update and fetch rows of all layers of experts, and the order in which these are called.
 
@@ -75,33 +67,23 @@ class Beside:
     def __init__(self, device: torch.device) -> None:
         # Of each kind one: updates go on in the order of the layers, and a fetch waits for its own table's alone.
         self.updates, self.fetches = (ThreadPoolExecutor(1, f"zeromesh-{name}-rows") for name in ("update", "fetch"))
-        self._device = device
+        self.ahead, self.at_once = RowFetcher(device), RowFetcher(device)
         self._next: dict[tuple[int, bool] | None, int] = {}
         self._last: tuple[int, bool] | None = None  # the layer called last, and whether in a backward; None: updated
         self._guess: int | None = None  # the layer whose rows were fetched last before it asked for them
 
-    @cached_property
-    def ahead(self) -> RowFetcher:
-        """Return what fetches rows in a thread."""
-        return RowFetcher(self._device)
-
-    @cached_property
-    def at_once(self) -> RowFetcher:
-        """Return what fetches rows for a caller that waits."""
-        return RowFetcher(self._device)
-
-    def called(self, number: int, layers: Sequence[Sequence[Fetching]]) -> None:
+    def called(self, number: int, layers: Sequence[Sequence[StackedTable]]) -> None:
         """Note that a layer has its rows, and begin to fetch those of the next one."""
         self._next[self._last] = number
         self._last = number, torch._C._current_graph_task_id() >= 0
         self._fetch(layers)
 
-    def updated(self, layers: Sequence[Sequence[Fetching]]) -> None:
+    def updated(self, layers: Sequence[Sequence[StackedTable]]) -> None:
         """Begin to fetch the rows of the layer that is called first after an update."""
         self._last = None
         self._fetch(layers)
 
-    def _fetch(self, layers: Sequence[Sequence[Fetching]]) -> None:
+    def _fetch(self, layers: Sequence[Sequence[StackedTable]]) -> None:
         # Rows of one layer are on the device before they are used, and not more.
         for table in () if self._guess is None else layers[self._guess]:
             table.drop()

@@ -193,9 +193,7 @@ class StackedTable(Table):
 
     def settle(self, forget: bool = False) -> None:
         """Let all rows take the steps that they miss, and the planes have their values."""
-        self.wait()
-        if forget:
-            self.drop()
+        self.drop() if forget else self.wait()
         self.steps.make_up(torch.arange(self.rows_here))
         super().settle(forget)
 

@@ -72,7 +72,8 @@ class Tables:
             for number, (name, module) in enumerate(self._settings.modules.items())
         ]
         self.stacks: list[tuple[StackedRows, list[StackedTable]]] = []
-        resting, self.beside = self._settings.resting, Beside(mesh.device)
+        resting = self._settings.resting
+        self.beside = Beside(mesh.device if resting else torch.device("cpu"))  # streams of a device are for experts
         for stack in resting.stacks if resting is not None else ():
             assert resting is not None
             number, common = first + len(self.every), (mesh, resting, chosen, wire, self.beside)
