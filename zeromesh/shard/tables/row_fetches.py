@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -12,9 +12,6 @@ from zeromesh.base.placement import Tier
 from zeromesh.shard.store.link import DONE, Copy, Link
 from zeromesh.shard.store.memory import Staging
 from zeromesh.shard.tables.row_memory import plainly
-
-if TYPE_CHECKING:
-    from zeromesh.shard.tables.stacked_rows import StackedTable
 
 STAGED = 64 << 20  # bytes of rows that are copied at a time: those that follow are read meanwhile
 
@@ -58,6 +55,16 @@ class RowFetcher:
         return FetchedRows(rows, values, copy)
 
 
+class Fetching(Protocol):
+    """A table whose rows can be fetched before they are asked for."""
+
+    def fetch_ahead(self) -> None:
+        """Begin to fetch the rows that were asked for last."""
+
+    def drop(self) -> None:
+        """Forget rows that were fetched, and not asked for."""
+
+
 class Beside:
     """Threads that update and fetch rows of all layers of experts, and the order in which these are called.
 
@@ -72,18 +79,18 @@ class Beside:
         self._last: tuple[int, bool] | None = None  # the layer called last, and whether in a backward; None: updated
         self._guess: int | None = None  # the layer whose rows were fetched last before it asked for them
 
-    def called(self, number: int, layers: Sequence[Sequence[StackedTable]]) -> None:
+    def called(self, number: int, layers: Sequence[Sequence[Fetching]]) -> None:
         """Note that a layer has its rows, and begin to fetch those of the next one."""
         self._next[self._last] = number
         self._last = number, torch._C._current_graph_task_id() >= 0
         self._fetch(layers)
 
-    def updated(self, layers: Sequence[Sequence[StackedTable]]) -> None:
+    def updated(self, layers: Sequence[Sequence[Fetching]]) -> None:
         """Begin to fetch the rows of the layer that is called first after an update."""
         self._last = None
         self._fetch(layers)
 
-    def _fetch(self, layers: Sequence[Sequence[StackedTable]]) -> None:
+    def _fetch(self, layers: Sequence[Sequence[Fetching]]) -> None:
         # Rows of one layer are on the device before they are used, and not more.
         for table in () if self._guess is None else layers[self._guess]:
             table.drop()
