@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -26,7 +27,7 @@ class FetchedRows(NamedTuple):
     def arrived(self) -> torch.Tensor:
         """Return the values, for what the current stream is given from here on."""
         self.copy.order()
-        if self.values.device.type != "cpu":  # their memory belongs to the stream of copies
+        if self.values.device.type != "cpu":  # their memory belongs to another stream
             self.values.record_stream(torch.accelerator.current_stream(self.values.device))
         return self.values
 
@@ -37,16 +38,17 @@ class RowFetcher:
     def __init__(self, device: torch.device) -> None:
         self._device, self._link = device, Link(device)
         self._staging = Staging(self._link)
+        self._stream = None if device.type == "cpu" else torch.Stream(device)  # has the memory of rows, and no work
 
     def fetch(
         self, rows: torch.Tensor, width: int, dtype: torch.dtype, read: Callable[[torch.Tensor, torch.Tensor], None]
     ) -> FetchedRows:
         """Fetch ``rows``, int64 on the host; ``read`` copies some of them to memory of shape (k, width).
 
-        The memory is of the stream of copies, so that no copy waits for what is computed meanwhile.
+        A copy waits for the current stream, so that it is one on which nothing is computed.
         """
         copy, most = DONE, max(1, STAGED // max(1, width * dtype.itemsize))
-        with plainly(), self._link.behind():
+        with plainly(), nullcontext() if self._stream is None else self._stream:
             values = torch.empty(len(rows), width, dtype=dtype, device=self._device)
             for part, target in zip(rows.split(most), values.view(-1).split(most * width), strict=True):
                 staged = self._staging.take(target, Tier.DEVICE)
