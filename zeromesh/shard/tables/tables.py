@@ -112,24 +112,24 @@ class Tables:
         # Stages of a pipeline without tables take part in the agreement.
         if not self.every and self._mesh.sizes["pipeline"] == 1:
             return
-        resting = self._settings.resting
-        stacked = {table.full_name for _, tables in self.stacks for table in tables}
+        resting, stacked = self._settings.resting, [table for _, tables in self.stacks for table in tables]
+        places = dict.fromkeys(self.every, (self._settings.folder, self._settings.hot))
+        if resting is not None:
+            places |= dict.fromkeys(stacked, (resting.folder, resting.slots))
 
         def make_room() -> None:
             if resting is not None:
-                require_room(resting, [table for _, tables in self.stacks for table in tables], mixed)
-            for table in self.every:
-                folder = self._settings.folder if resting is None or table.full_name not in stacked else resting.folder
+                require_room(resting, stacked, mixed)
+            for table, (folder, _) in places.items():
                 if folder is not None:
                     folder.mkdir(parents=True, exist_ok=True)
                 table.make_room(mixed, folder)
 
         # Together, as a rank without room would leave the others waiting for its rows.
         agree_run(self._mesh.group("world"), "make room for its tables", make_room)
-        for table in self.every:
-            hot = self._settings.hot if resting is None or table.full_name not in stacked else resting.slots
+        for table, (_, hot) in places.items():
             table.place(materialise, hot, store)
-            if table.full_name not in stacked:
+            if table not in stacked:
                 table.spread(table.module, forward_of(table.module, self.lookups, table), arrived)
         for number, (stack, tables) in enumerate(self.stacks):
             forward = forward_of_stack(self, number)
