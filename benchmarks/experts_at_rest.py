@@ -197,7 +197,7 @@ def measured(run: Run) -> dict[str, Any]:
     """Return what a process of its own measures; an error's last line where it fails."""
     command = [sys.executable, __file__, "--run", json.dumps(asdict(run))]
     # By default glibc keeps blocks below 32 MB that are freed, and cannot always use them again.
-    environment = {**os.environ, **({"MALLOC_MMAP_THRESHOLD_": "1048576"} if run.beside else {})}
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "Error: " in line]

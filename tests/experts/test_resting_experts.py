@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -14,13 +15,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from compare import assert_close, assert_same
 from harness import run_ranks
+from late_copies import LateStreams
 from mixtures import build_mixture, mixture_loss, token_rows
 from pairwise import pairwise
 from run import adamw, configuration, optimizer_of, start_engine
 from zeromesh import zero
 from zeromesh.engine.reports import planned_states
 from zeromesh.shard import sizes
-from zeromesh.shard.tables import stacked_rows
+from zeromesh.shard.store.link import Link
+from zeromesh.shard.tables import row_fetches, row_steps
+from zeromesh.shard.tables.row_fetches import FetchedRows, RowFetcher
 from zeromesh.shard.tables.row_memory import RowMemory
 
 STEPS, EXPERTS, LENGTH = 6, 16, 3
@@ -82,7 +86,9 @@ def trained(case: Case, folder: str) -> dict[str, torch.Tensor]:
     engine = engine_of(case, folder)
     advance(engine, case, range(STEPS))
     if case.rest != "none":  # most rows have been left alone for steps: nothing has touched all of them so far
-        missed = [int((table._missed > 0).sum()) for table in engine.sharded.tables]
+        for table in engine.sharded.tables:
+            table.wait()
+        missed = [int((table.steps.missed > 0).sum()) for table in engine.sharded.tables]
         assert len(missed) == 4
         assert all(missed), missed
     found: dict[str, torch.Tensor] = engine.gathered_state_dict()
@@ -235,6 +241,34 @@ def test_states_and_weights_that_users_read_miss_no_step(tmp_path: Path) -> None
     assert bool((found[0]["exp_avg"].flatten(1).abs().sum(1) == 0).any())  # of an expert that no token has chosen
 
 
+@pytest.mark.parametrize("rest", ["cpu", pytest.param("nvme", marks=pytest.mark.full)])
+def test_states_in_the_optimizer_miss_no_step_and_can_be_changed(rest: str, tmp_path: Path) -> None:
+    """Users read and write states without the library's functions, while updates go on beside them."""
+    engine, model = engine_of(Case(rest=rest), str(tmp_path)), build_mixture(torch.float64, experts=EXPERTS)
+    kind, options = OPTIMIZERS["AdamW"]
+    optimizer = kind(model.parameters(), lr=RATES[0], **options)
+    for step in range(STEPS):
+        advance(engine, Case(), [step])
+        optimizer.param_groups[0]["lr"] = RATES[step]
+        optimizer.zero_grad()
+        mixture_loss(model, batches(Case(), step)[0]).backward()
+        optimizer.step()
+        numbers = {
+            id(p): number for number, p in enumerate(p for g in engine.optimizer.param_groups for p in g["params"])
+        }
+        state = engine.optimizer.state_dict()["state"]
+        for table in engine.sharded.tables if step % 3 == 1 else ():
+            piece = table.flat.pieces[0][2].parameter
+            found = state[numbers[id(piece)]], piece
+            expected = optimizer.state[model.get_parameter(table.full_name)], model.get_parameter(table.full_name)
+            torch.testing.assert_close(found[0]["exp_avg"], expected[0]["exp_avg"].view(-1), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(found[1].data, expected[1].data.view(-1), rtol=1e-12, atol=1e-12)
+            for states, _ in (found, expected):
+                states["exp_avg"].mul_(3)
+    assert_close(engine.gathered_state_dict(), model.state_dict(), 1e-12)
+    engine.destroy()
+
+
 def test_sums_of_micro_batches_that_are_not_sent_are_not_rounded(tmp_path: Path) -> None:
     """Gradients in bf16 are added up in fp32; on one rank the update has the sum, as of experts in memory."""
     sections = {"bf16": True, "data_types": {"grad_accum_dtype": "fp32"}}
@@ -250,10 +284,12 @@ def test_sums_of_micro_batches_that_are_not_sent_are_not_rounded(tmp_path: Path)
 def test_experts_that_are_never_used_keep_no_more_than_some_steps(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(stacked_rows, "MOST_MISSED", 1)
+    monkeypatch.setattr(row_steps, "MOST_MISSED", 1)
     engine = engine_of(Case(), str(tmp_path))
     advance(engine, Case(), range(STEPS))
-    assert all(len(table._steps) == 1 for table in engine.sharded.tables)
+    for table in engine.sharded.tables:
+        table.wait()
+        assert len(table.steps.last) == 1
     found = engine.gathered_state_dict()
     engine.destroy()
     assert_close(found, plain(Case()), 1e-12)
@@ -324,6 +360,69 @@ def test_a_recomputed_block_keeps_no_rows_until_the_backward(recomputes: bool, t
     engine.step()
     assert all(table.gradient.summed.untyped_storage().nbytes() == 0 for table in tables)
     engine.destroy()
+
+
+def test_updates_go_on_after_the_step_and_forwards_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    engine, begin, take = engine_of(Case(), str(tmp_path)), Event(), row_steps.take_steps
+    monkeypatch.setattr(row_steps, "take_steps", lambda *rows: begin.wait(60) and take(*rows))
+    advance(engine, Case(), [0])  # comes back, although no row can be updated
+    assert not any(table._update.done() for table in engine.sharded.tables)
+    begin.set()
+    advance(engine, Case(), range(1, STEPS))
+    assert_close(engine.gathered_state_dict(), plain(Case()), 1e-12)
+    engine.destroy()
+
+
+def test_an_error_of_an_update_is_raised_by_the_next_forward(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(*rows: object) -> None:
+        raise MemoryError("no memory for the update")
+
+    engine = engine_of(Case(), str(tmp_path))
+    monkeypatch.setattr(row_steps, "take_steps", fail)
+    advance(engine, Case(), [0])
+    with pytest.raises(MemoryError, match="no memory for the update"):
+        mixture_loss(engine, token_rows(0, 1, LENGTH))
+    engine.destroy()
+
+
+def test_rows_that_were_asked_for_before_are_fetched_before_they_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine, fetched, fetch = engine_of(Case(recomputes=True), str(tmp_path)), [], RowFetcher.fetch
+
+    def watch(fetcher: RowFetcher, rows: torch.Tensor, *how: Any) -> FetchedRows:
+        fetched.append((fetcher is engine.sharded.tables.beside.ahead, rows.tolist()))
+        return fetch(fetcher, rows, *how)
+
+    monkeypatch.setattr(RowFetcher, "fetch", watch)
+    for step in range(3):
+        engine.optimizer.param_groups[0]["lr"] = 0.0  # the choices stay as they are
+        engine.backward(mixture_loss(engine, token_rows(0, 1, LENGTH)))
+        engine.step()
+        for table in engine.sharded.tables:
+            table.wait()
+        # Two layers with two tables each, in the forward and again in the backward; then the next step's first layer.
+        assert len(fetched) == (10 if step == 0 else 8)
+        assert [ahead for ahead, _ in fetched] == [step > 0] * 8 + [True] * (len(fetched) - 8)
+        fetched.clear()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("rest", ["cpu", pytest.param("nvme", marks=pytest.mark.full)])
+def test_whoever_uses_rows_waits_for_their_copy(rest: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Copies of a simulated device run as late as they may, row by row through two buffers."""
+    streams = []
+
+    def link(device: torch.device) -> Link:
+        streams.append(LateStreams())
+        return Link(device, streams[-1])
+
+    monkeypatch.setattr(row_fetches, "Link", link)
+    monkeypatch.setattr(row_fetches, "STAGED", 1)
+    case = Case(rest=rest, recomputes=True, accumulation=2)
+    assert_close(trained(case, str(tmp_path)), plain(case), 1e-12)
+    assert len(streams) == 2
+    assert all(stream.copies > 20 for stream in streams)
 
 
 def test_the_rows_that_are_used_most_stay_in_the_slots() -> None:

@@ -23,7 +23,10 @@ from zeromesh.apps.plan.cost.resting import RestingCost
 from zeromesh.apps.plan.cost.shape import TransformerCost
 from zeromesh.apps.plan.cost.source import hugging_face_cost
 from zeromesh.apps.plan.machine.presets import cluster
+from zeromesh.apps.plan.machine.rates import Habits
+from zeromesh.apps.plan.predict.durations import Durations
 from zeromesh.apps.plan.predict.rank_memory import memory_of
+from zeromesh.apps.plan.predict.table_bytes import expert_traffic
 
 WORDS, LAYERS, EXPERTS, HIDDEN, INNER = 128, 3, 8, 32, 64
 NUMBERS = LAYERS * EXPERTS * 3 * HIDDEN * INNER
@@ -138,6 +141,26 @@ def test_thirty_billion_parameters_on_one_card_and_a_disk_that_is_slow(tmp_path:
     plain = judge(PlanRequest(model, machine, 1, 4096), replace(layout, resting=None))
     assert not plain.fits
     assert "Experts of a rank" not in " ".join(plain.sentences)
+
+
+def test_a_step_waits_for_what_computation_does_not_hide(tmp_path: Path) -> None:
+    config = config_of("cpu", tmp_path, activation_checkpointing={"enabled": True})
+    layout, source = layout_from(Settings.load(config), 1)[0], RestingCost(thirty_billion(), 2)
+
+    def waits(gpu: str, length: int) -> tuple[float, float, float]:
+        units = Durations(layout, cluster(gpu, 1), Habits()).units(source.at(1, length, 1))
+        return sum(unit.rows for unit in units), sum(unit.rows_again for unit in units), units[1].rows_update
+
+    node = cluster("h100", 1).nodes[0][0]
+    (host, link, _), (landed, _, _) = (
+        moved.seconds(node, 1)
+        for moved in expert_traffic(next(u for u in source.at(1, 512, 1).units if u.tables).tables[0], layout)
+    )
+    few, many = waits("h100", 512), waits("h100", 1 << 20)
+    assert few[2] == many[2] == pytest.approx(landed)
+    assert 0.9 * 48 * (max(host, link) + landed) < few[0] < 48 * (max(host, link) + landed)
+    assert 0.9 * 48 * max(host, link) < few[1] < 48 * max(host, link)
+    assert many[:2] == (0.0, 0.0)  # a million tokens hide all of it
 
 
 @pytest.mark.full

@@ -18,6 +18,7 @@ def allocations(sharded: ShardedModel) -> Iterator[tuple[str, str, int]]:
         if flat.master is not flat.shard and not flat.keeps_states:
             yield "optimizer", flat.optimizer_tier.value, flat.master.nbytes
     for table in sharded.tables:
+        table.wait()
         yield "slot", table.rows.cache_tier.value, table.rows.nbytes
     if (swap := sharded.store.swap) is not None:
         yield "optimizer", swap.tier.value, swap.blocks.nbytes

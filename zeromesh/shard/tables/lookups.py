@@ -312,22 +312,6 @@ class TableOutput(torch.Tensor):
         """Return the values as an array, as torch's method does."""
         return self._plain(force).numpy(force=force)
 
-    def tolist(self) -> Any:
-        """Return the values as a list."""
-        return self.value().tolist()
-
-    def data_ptr(self) -> int:
-        """Return the address of the values."""
-        return self.value().data_ptr()
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the storage of the values."""
-        return self.value().untyped_storage()
-
-    def storage(self) -> Any:
-        """Return the storage of the values, by its old interface."""
-        return self.value().storage()
-
     def share_memory_(self) -> TableOutput:
         """Move the values to shared memory."""
         self.value().share_memory_()
@@ -340,9 +324,6 @@ class TableOutput(torch.Tensor):
 
     def __dlpack__(self, **kwargs: Any) -> Any:
         return self._plain(False).__dlpack__(**kwargs)
-
-    def __dlpack_device__(self) -> Any:
-        return self.value().__dlpack_device__()
 
     @property
     def data(self) -> torch.Tensor:
@@ -368,3 +349,11 @@ class TableOutput(torch.Tensor):
                 "the output of a table requires grad, so it has no array and no copy: use .detach().numpy() or .clone()"
             )
         return self.value()
+
+
+def _of_value(name: str) -> Callable[[TableOutput], Any]:
+    return lambda output: getattr(output.value(), name)()
+
+
+for _name in ("tolist", "data_ptr", "untyped_storage", "storage", "__dlpack_device__"):
+    setattr(TableOutput, _name, _of_value(_name))

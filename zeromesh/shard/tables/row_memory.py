@@ -43,7 +43,7 @@ def plane_on(
             os.unlink(name)  # the mapping keeps it until the process ends, however it does
 
 
-def _plainly() -> AbstractContextManager[None]:
+def plainly() -> AbstractContextManager[None]:
     """Return a context outside of inference mode: tensors made in it, as of a cache, could not be changed later."""
     return _outside() if torch.is_inference_mode_enabled() else torch.no_grad()
 
@@ -70,7 +70,7 @@ class RowMemory:
 
     def read(self, ids: torch.Tensor) -> torch.Tensor:
         """Return a copy of the weights of rows ``ids`` (int64, on the device): shape (k, width), on the device."""
-        with _plainly():
+        with plainly():
             if self._hot is not None:
                 slots = self._hot.admit(ids, self.planes)
                 return self._hot.planes[0].index_select(0, slots).to(self._device)
@@ -82,7 +82,7 @@ class RowMemory:
 
         The copies are where the planes are, or the cache.
         """
-        with _plainly():
+        with plainly():
             planes = self.planes
             if self._hot is not None:
                 ids = self._hot.admit(ids, self.planes)
@@ -104,7 +104,7 @@ class RowMemory:
         absent = [] if self._hot is None else self._hot.absent(host)
         coming = (plane[row] for row in absent for plane in self.planes)
         read_ahead(islice(coming, AHEAD))
-        with _plainly():
+        with plainly():
             slots = torch.full_like(host, -1) if self._hot is None else self._hot.admit_some(host, self.planes)
             for row, slot in zip(host.tolist(), slots.tolist(), strict=True):
                 if self._hot is None or slot < 0:

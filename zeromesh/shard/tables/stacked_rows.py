@@ -4,6 +4,7 @@ A forward fetches the rows of the experts that its tokens have chosen, and compu
 the rows that have gradients. What all others miss is a step with a gradient of zero, in which moments decay, and the
 weights move by them and by weight decay: it is made up for, step by step, with the options of its time, when the row is
 next used. So the bits of weights and states are those of an optimizer that updates all rows in every step.
+Updates and fetches go on beside what is computed; whoever reads rows or states waits for their table.
 Frozen weights, also packed ones, are only read. Adapters of experts stay whole on the device; a call uses the parts
 that belong to its rows.
 """
@@ -12,31 +13,31 @@ from __future__ import annotations
 
 import inspect
 import shutil
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
 from torch import nn
 
-from zeromesh.base.kernels.update_pass import UpdatePiece, UpdateStep, update
+from zeromesh.base.kernels.update_pass import UpdateStep
 from zeromesh.base.kernels.update_rules import RULES, rule_of, state_dtype
 from zeromesh.base.placement import Tier
+from zeromesh.comm.agreement import catch
 from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.optim.host import options_now, states_of
+from zeromesh.shard.parameters.absent_guard import change_class, watched_class
 from zeromesh.shard.sizes import TableLayout
 from zeromesh.shard.tables.lookups import Lookups, TableCall
+from zeromesh.shard.tables.row_fetches import Beside, FetchedRows, RowFetcher
 from zeromesh.shard.tables.row_memory import RowMemory
 from zeromesh.shard.tables.row_rules import Options, RowState
+from zeromesh.shard.tables.row_steps import RowSteps
 from zeromesh.shard.tables.table import Table
-
-WINDOW = 1 << 18  # elements that take all their steps before others do: a processor's cache has them and their states
-MOST_MISSED = 1000  # steps that are kept for a row; one that misses more takes them, used or not
 
 
 @dataclass(frozen=True)
@@ -113,16 +114,19 @@ class StackedTable(Table):
         resting: RestingExperts,
         chosen: Mapping[int, torch.dtype],
         sent: torch.dtype | None,
+        beside: Beside,
     ) -> None:
-        self.resting, self._experts = resting, count
+        self.resting, self._beside = resting, beside
+        self.count = count  # a row of a packed weight has many of its entries
         dtype = chosen[id(weight.value)]
         super().__init__(weight.path, weight.module, number, mesh, resting.tier, dtype, sent, weight.attribute)
-        self._missed = torch.zeros(self.rows_here, dtype=torch.int64)  # steps of each row that are to be made up for
-        self._steps: deque[UpdateStep] = deque()  # the last ones, as many as any row misses
-
-    def rows_of(self, weight: torch.Tensor) -> int:
-        """Return the number of experts: a row of a packed weight has many of its entries."""
-        return self._experts
+        self._asked = torch.empty(0, dtype=torch.int64)  # rows that the last call asked for
+        # What uses rows in another thread: at first the update, then the fetch, if they were begun.
+        self._update: Future[None] | None = None
+        self._fetched: Future[FetchedRows | None] | None = None
+        # Users reach the weights and states through the optimizer.
+        self._classes = {base: watched_class(base, self._used) for base in (torch.Tensor, nn.Parameter)}
+        self._watched: list[torch.Tensor] = []
 
     def placed(self, tables: TableLayout) -> TableLayout:
         """Return the place of the rows and states."""
@@ -130,20 +134,75 @@ class StackedTable(Table):
 
     def _memory(self, plane: torch.Tensor, hot: int | None) -> RowMemory:
         in_files = self.flat.parameter_tier is Tier.NVME
-        return RowMemory(plane, self.mesh.device, hot if in_files else None, on_host=True)
+        memory = RowMemory(plane, self.mesh.device, hot if in_files else None, on_host=True)
+        self.steps = RowSteps(memory, self.rows_here)
+        return memory
+
+    def wait(self) -> None:
+        """Wait for the update and the fetch of rows here; raise once what went wrong in them."""
+        begun: list[Future[Any]] = [future for future in (self._update, self._fetched) if future is not None]
+        wait(begun)
+        self._update = None
+        if failures := [error for future in begun if (error := future.exception()) is not None]:
+            self._fetched = None
+            raise failures[0]
+
+    def fetch_ahead(self) -> None:
+        """Begin to fetch the rows that were asked for last."""
+        rows, update = self._asked, self._update
+        if self._fetched is not None or not rows.numel():
+            return
+
+        def fetch() -> FetchedRows | None:
+            if update is not None:
+                update.result()
+            try:
+                return self._fetch(self._beside.ahead, rows)
+            except torch.OutOfMemoryError:  # they are fetched when they are asked for
+                return None
+
+        self._fetched = self._beside.fetches.submit(fetch)
+
+    def _fetch(self, fetcher: RowFetcher, rows: torch.Tensor) -> FetchedRows:
+        return fetcher.fetch(rows, self.width, self.wire, self.steps.make_up)
+
+    def drop(self) -> None:
+        """Forget rows that were fetched, and not asked for."""
+        self.wait()
+        self._fetched = None
 
     def answer(self, asked: torch.Tensor) -> torch.Tensor:
         """Return rows that are here, up to date, by their local numbers: shape (k, width), in the wire dtype."""
+        self.wait()
         host = asked.cpu()
         rows, inverse = host.unique(return_inverse=True)
-        weights = torch.empty(rows.numel(), self.width, dtype=self.wire)
-        self._make_up(rows, weights)
-        return (weights if torch.equal(rows, host) else weights[inverse]).to(self.mesh.device)
+        fetched = None if self._fetched is None else self._fetched.result()
+        self._fetched, self._asked = None, rows
+        if fetched is None:
+            fetched = self._fetch(self._beside.at_once, rows)
+        values, device = fetched.arrived(), self.mesh.device
+        if not torch.equal(fetched.rows, rows):
+            present = torch.isin(rows, fetched.rows)
+            guessed = torch.searchsorted(fetched.rows, rows[present])
+            values = values.new_empty(len(rows), self.width).index_copy_(
+                0, present.nonzero().flatten().to(device), values.index_select(0, guessed.to(device))
+            )
+            missing = self._fetch(self._beside.at_once, rows[~present])
+            values.index_copy_(0, (~present).nonzero().flatten().to(device), missing.arrived())
+        return values if torch.equal(rows, host) else values.index_select(0, inverse.to(device))
 
     def settle(self, forget: bool = False) -> None:
         """Let all rows take the steps that they miss, and the planes have their values."""
-        self._make_up(torch.arange(self.rows_here))
+        self.drop() if forget else self.wait()
+        self.steps.make_up(torch.arange(self.rows_here))
         super().settle(forget)
+
+    def _used(self, tensor: torch.Tensor) -> None:
+        """Let weights and states that somebody uses, and may change, miss no step."""
+        for watched in self._watched:
+            change_class(watched, type(watched).__base__ or torch.Tensor)
+        self._watched = []
+        self.settle(forget=True)
 
     def rule_of(self, optimizer: torch.optim.Optimizer, group: Options) -> str:
         """Return the name of the host's rule for a group; raise ValueError if there is none any more."""
@@ -153,67 +212,18 @@ class StackedTable(Table):
         return str(rule)
 
     def update(self, rule: str, options: Options, state: dict[str, Any]) -> None:
-        """Take one step: rows that have a gradient at once, all others when they are next used."""
+        """Begin one step: rows that have a gradient take it now, all others when they are next used."""
+        self.drop()
         names = RULES[rule].states(options)
-        self._bind([RowState(key, initial=_INITIAL.get(key)) for key in names], options, state)
+        with torch._C.DisableTorchFunctionSubclass():
+            self._bind([RowState(key, initial=_INITIAL.get(key)) for key in names], options, state)
         number = int(state["step"]) + 1
         step = UpdateStep(rule, options_now(options, RULES[rule].options), number)
-        if self._steps and self._steps[-1].group == step.group:
-            step = UpdateStep(rule, self._steps[-1].group, number)  # its options are kept once
-        gradients = self.gradient.summed.to("cpu", self.flat.master.dtype)
-        place_of = {row: place for place, row in enumerate(self.gradient.ids.tolist())}
-
-        def change(row: int, values: list[torch.Tensor]) -> bool:
-            self._take(values, [*self._steps_of(row), step], gradients[place_of[row]])
-            self._missed[row] = -1
-            return True
-
-        self.rows.in_place(self.gradient.ids, change)
-        self._steps.append(step)
-        self._missed += 1
         state["step"] = state["step"] + 1
-        self._make_up((self._missed > MOST_MISSED).nonzero().flatten())
-        self._forget_steps()
-
-    def _make_up(self, rows: torch.Tensor, weights: torch.Tensor | None = None) -> None:
-        """Let some rows, int64 on the host, take the steps that they miss, and copy their weights to ``weights``."""
-        wanted = rows if weights is not None else rows[self._missed[rows] > 0]
-        if not wanted.numel():
-            return
-        places = iter(weights if weights is not None else ())
-
-        def change(row: int, values: list[torch.Tensor]) -> bool:
-            behind = bool(self._missed[row] > 0)
-            if behind:
-                self._take(values, self._steps_of(row), None)
-                self._missed[row] = 0
-            if weights is not None:
-                next(places).copy_(values[0])
-            return behind
-
-        self.rows.in_place(wanted, change)
-        self._forget_steps()
-
-    def _steps_of(self, row: int) -> list[UpdateStep]:
-        return [*islice(reversed(self._steps), int(self._missed[row]))][::-1]
-
-    def _forget_steps(self) -> None:
-        most = int(self._missed.max()) if self.rows_here else 0
-        while len(self._steps) > most:
-            self._steps.popleft()
-
-    @staticmethod
-    def _take(values: list[torch.Tensor], steps: Sequence[UpdateStep], last: torch.Tensor | None) -> None:
-        """Take steps with gradients of zero, of which the last one has the gradient ``last`` unless that is None."""
-        master, *states = values
-        zeros = torch.zeros(min(WINDOW, master.numel()), dtype=master.dtype)
-        for start in range(0, master.numel(), WINDOW):
-            window = slice(start, min(start + WINDOW, master.numel()))
-            parts, size = tuple(state[window] for state in states), window.stop - start
-            for step in steps:
-                has_gradient = last is not None and step is steps[-1]
-                gradient = last[window] if last is not None and has_gradient else zeros[:size]
-                update([UpdatePiece(step, gradient, master[window], parts)])
+        self._update = self._beside.updates.submit(self.steps.take, step, self.gradient.ids, self.gradient.summed)
+        self._watched = [piece.parameter for _, _, piece in self.flat.pieces] + [state[name] for name in names]
+        for tensor in self._watched:
+            change_class(tensor, self._classes.get(type(tensor), type(tensor)))
 
 
 _INITIAL = {"sum": "initial_accumulator_value"}
@@ -242,29 +252,30 @@ def require_room(resting: RestingExperts, tables: Sequence[StackedTable], mixed:
         )
 
 
-def forward_of_stack(stack: StackedRows, lookups: Lookups, tables: Sequence[StackedTable]) -> Callable[..., Any]:
-    """Return a forward of the experts that computes with the rows of the experts that are chosen."""
-    own_forward, weak_lookups, weak_tables = stack.module.forward, ref(lookups), [ref(table) for table in tables]
+class Stacks(Protocol):
+    """All layers of experts of a model, each with its tables."""
+
+    stacks: list[tuple[StackedRows, list[StackedTable]]]
+    lookups: Lookups
+    beside: Beside
+
+
+def forward_of_stack(every: Stacks, number: int) -> Callable[..., Any]:
+    """Return a forward of the experts of a layer that computes with the rows of the experts that are chosen."""
+    weak_stacks, own_forward = ref(every), every.stacks[number][0].module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        here, every = weak_lookups(), [table() for table in weak_tables]
-        if here is None or None in every:
+        stacks = weak_stacks()
+        if stacks is None:
             raise RuntimeError("the engine that has these experts is gone; keep the engine as long as the model")
-        present = [table for table in every if table is not None]
-        return _call(stack, own_forward, here, present, stack.signature.bind(*args, **kwargs))
+        return _call(stacks, number, own_forward, stacks.stacks[number][0].signature.bind(*args, **kwargs))
 
     compiled_apart: Callable[..., Any] = torch.compiler.disable(forward)
     return compiled_apart
 
 
-def _call(
-    stack: StackedRows,
-    own_forward: Callable[..., Any],
-    lookups: Lookups,
-    tables: Sequence[StackedTable],
-    bound: inspect.BoundArguments,
-) -> Any:
-    arguments = bound.arguments
+def _call(every: Stacks, number: int, own_forward: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
+    arguments, (stack, tables) = bound.arguments, every.stacks[number]
     # Of torch.func.functional_call, or of a copy of the model.
     if any(w.value is not table.flat.parameters[0] for w, table in zip(stack.weights, tables, strict=True)):
         return own_forward(*bound.args, **bound.kwargs)
@@ -274,7 +285,8 @@ def _call(
         ids = ids.new_zeros(1)  # products of no expert at all are not defined
     if len(ids) == 1 and stack.beside:  # PEFT takes the adapter of a single expert for that of a plain matrix
         ids = torch.cat([ids, (ids + 1) % stack.count]).unique()
-    failure = None
+    # What went wrong in another thread, too, is for all ranks to hear.
+    failure = next((error for table in tables if (error := catch(table.wait)[1]) is not None), None)
     if int(ids[0]) < 0 or int(ids[-1]) >= stack.count:
         wrong = int(ids[0]) if int(ids[0]) < 0 else int(ids[-1])
         failure = IndexError(
@@ -284,7 +296,8 @@ def _call(
     call = TableCall(ids, _apart, _apart, failure)
     values: list[tuple[StackedWeight, torch.Tensor]] = []
     for weight, table in zip(stack.weights, tables, strict=True):
-        values.append((weight, _rows_of(stack, weight, table, lookups, call)))
+        values.append((weight, _rows_of(stack, weight, table, every.lookups, call)))
+    every.beside.called(number, [layer for _, layer in every.stacks])
     values += [(weight, weight.of(ids, stack.count)) for weight in stack.beside]
     for choose in stack.choose:
         choose(ids)

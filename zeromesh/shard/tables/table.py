@@ -151,6 +151,7 @@ class Table:
 
     remedy = "set sparse=False"  # where somebody wants the weight whole
     narrows = False  # states may be narrower than their master
+    count = 0  # rows of the whole weight; 0: as many as its first dim has
     merges = False  # gradients of lookups go to the host, and are summed there, as they come
 
     def __init__(
@@ -166,7 +167,7 @@ class Table:
     ) -> None:
         weight = module._parameters[attribute]
         self.name, self.module, self.index, self.full_name = name, module, number, f"{name}.{attribute}"
-        self.count = self.rows_of(weight)
+        self.count = self.count or len(weight)
         self.width = weight.numel() // self.count
         self.mesh, self.group = mesh, mesh.shard
         self.per_rank = -(-self.count // self.group.size)
@@ -198,10 +199,6 @@ class Table:
 
     def __repr__(self) -> str:
         return f"table {self.name!r}"
-
-    def rows_of(self, weight: torch.Tensor) -> int:
-        """Return the number of rows of the whole weight."""
-        return len(weight)
 
     def placed(self, tables: TableLayout) -> TableLayout:
         """Return the place of the rows and states; ``tables`` is that of embeddings."""
@@ -275,6 +272,9 @@ class Table:
     def gather_up(self) -> None:
         """Restore the module's own forward, which then refuses the weight."""
         vars(self._caller).pop("forward", None)
+
+    def wait(self) -> None:
+        """Wait for what uses the rows in other threads: nothing."""
 
     def settle(self, forget: bool = False) -> None:
         """Let the planes have what is true of all rows; ``forget``: the planes are about to change."""

@@ -25,6 +25,7 @@ from zeromesh.shard.parameters.flat import Flat
 from zeromesh.shard.store.tiers import Tiers
 from zeromesh.shard.tables.lookups import Lookups, TableCall
 from zeromesh.shard.tables.row_exchange import COPIES_TAG, ROWS_TAG, RowRequest, ask, from_all, swap, vector_of
+from zeromesh.shard.tables.row_fetches import Beside
 from zeromesh.shard.tables.stacked_rows import (
     RestingExperts,
     StackedRows,
@@ -72,11 +73,12 @@ class Tables:
         ]
         self.stacks: list[tuple[StackedRows, list[StackedTable]]] = []
         resting = self._settings.resting
+        self.beside = Beside(mesh.device if resting else torch.device("cpu"))  # streams of a device are for experts
         for stack in resting.stacks if resting is not None else ():
             assert resting is not None
+            number, common = first + len(self.every), (mesh, resting, chosen, wire, self.beside)
             here = [
-                StackedTable(weight, stack.count, first + len(self.every) + place, mesh, resting, chosen, wire)
-                for place, weight in enumerate(stack.weights)
+                StackedTable(weight, stack.count, number + place, *common) for place, weight in enumerate(stack.weights)
             ]
             self.stacks.append((stack, here))
             self.every += here
@@ -110,27 +112,27 @@ class Tables:
         # Stages of a pipeline without tables take part in the agreement.
         if not self.every and self._mesh.sizes["pipeline"] == 1:
             return
-        resting = self._settings.resting
-        stacked = {table.full_name for _, tables in self.stacks for table in tables}
+        resting, stacked = self._settings.resting, [table for _, tables in self.stacks for table in tables]
+        places = dict.fromkeys(self.every, (self._settings.folder, self._settings.hot))
+        if resting is not None:
+            places |= dict.fromkeys(stacked, (resting.folder, resting.slots))
 
         def make_room() -> None:
             if resting is not None:
-                require_room(resting, [table for _, tables in self.stacks for table in tables], mixed)
-            for table in self.every:
-                folder = self._settings.folder if resting is None or table.full_name not in stacked else resting.folder
+                require_room(resting, stacked, mixed)
+            for table, (folder, _) in places.items():
                 if folder is not None:
                     folder.mkdir(parents=True, exist_ok=True)
                 table.make_room(mixed, folder)
 
         # Together, as a rank without room would leave the others waiting for its rows.
         agree_run(self._mesh.group("world"), "make room for its tables", make_room)
-        for table in self.every:
-            hot = self._settings.hot if resting is None or table.full_name not in stacked else resting.slots
+        for table, (_, hot) in places.items():
             table.place(materialise, hot, store)
-            if table.full_name not in stacked:
+            if table not in stacked:
                 table.spread(table.module, forward_of(table.module, self.lookups, table), arrived)
-        for stack, tables in self.stacks:
-            forward = forward_of_stack(stack, self.lookups, tables)
+        for number, (stack, tables) in enumerate(self.stacks):
+            forward = forward_of_stack(self, number)
             for stacked_table in tables:
                 stacked_table.spread(stack.module, forward, arrived)
 
@@ -147,6 +149,7 @@ class Tables:
         self.lookups.drop()
         for table in self.every:
             table.gather_up()
+        self.beside.close()
 
     # Gradients.
 
@@ -230,6 +233,7 @@ class Tables:
                     rule = table.rule_of(optimizer, group)
                     with span("update", table.name):
                         table.update(rule, group, optimizer.state[piece.parameter])
+        self.beside.updated([layer for _, layer in self.stacks])
 
     @contextmanager
     def gathered(self, tables: Sequence[Table], assemble: Callable[[Flat], torch.Tensor]) -> Iterator[None]:

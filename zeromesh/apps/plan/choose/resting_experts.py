@@ -9,6 +9,8 @@ from zeromesh.apps.plan.choose.certainty import seconds_text
 from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
 from zeromesh.apps.plan.cost.cost import CostSource
 from zeromesh.apps.plan.machine.cluster import Machine
+from zeromesh.apps.plan.machine.rates import Habits
+from zeromesh.apps.plan.predict.durations import Durations
 from zeromesh.apps.plan.predict.table_bytes import ExpertTraffic, expert_traffic, table_states
 from zeromesh.apps.plan.predict.time import StepTime
 from zeromesh.base.words import bytes_text, scaled_text
@@ -40,17 +42,20 @@ def resting_text(
     if layout.resting is None:
         return
     (at_rest, moved), node = resting_update(source, sequence, layout), machine.nodes[0][0]
-    sharing = min(node.devices, layout.ranks)
-    host, disk = moved.seconds(node, sharing)
-    beside, tokens = time.seconds - host - disk, layout.samples * sequence
+    sharing, factor = min(node.devices, layout.ranks), time.calibration.factor
+    *busy, disk = (factor * seconds for seconds in moved.seconds(node, sharing))
+    host = max(busy)
+    units = Durations(layout, machine, Habits()).units(source.at(layout.micro_batch, sequence, layout.context))
+    waited = factor * layout.accumulation * sum(unit.rows + unit.rows_again for unit in units)
+    beside, tokens = time.seconds - waited, layout.samples * sequence
     said = f"{bytes_text(moved.host)} in host memory and {bytes_text(moved.link)} over the link, {seconds_text(host)}"
     if disk:
         said += f", and {bytes_text(moved.reads)} from the disk and {bytes_text(moved.writes)} to it, "
         said += seconds_text(disk)
     where = "files" if layout.resting.tier.in_blocks else "host memory"
     yield (
-        f"Experts of a rank take {bytes_text(at_rest)} of {where}. An update moves {said}; all else takes "
-        f"{seconds_text(max(0.0, beside))}."
+        f"Experts of a rank take {bytes_text(at_rest)} of {where}. An update moves {said}; the step waits for "
+        f"{seconds_text(waited)} of that, and all else takes {seconds_text(max(0.0, beside))}."
     )
     if 0 < beside < host + disk:
         most = scaled_text((host + disk) / beside * tokens)

@@ -36,8 +36,9 @@ class UnitTime(NamedTuple):
     dispatch: float = 0.0  # of tokens to the ranks of their experts and back that is waited for in the forward
     dispatch_back: float = 0.0  # in the backward, with its recomputation
     lookup: float = 0.0  # of rows of tables, from the ranks that have them, which the forward waits for
-    rows: float = 0.0  # of experts that rest, from the host or the disk, which the forward waits for
+    rows: float = 0.0  # of experts that rest, fetched from the host or the disk: what the forward waits for
     rows_again: float = 0.0  # in the recomputation
+    rows_update: float = 0.0  # update of experts that rest; what is waited for of it is in ``rows``
     gather: float = 0.0  # of its parameters over the shard group
     reduce: float = 0.0  # of its gradients
     replicas: float = 0.0  # sum of its gradients over replicas
@@ -74,6 +75,9 @@ class UnitTime(NamedTuple):
             ("expert links", self.dispatch_back),
             ("from host", self.rows_again),
         )
+
+
+_OF_TABLES = "lookup", "rows", "rows_again", "rows_update"
 
 
 class Durations:
@@ -118,7 +122,27 @@ class Durations:
                 self._known[key] = self._unit(unit, away)
             unit_time = self._known[key]
             times.append(unit_time if unit_time.name == unit.name else unit_time._replace(name=unit.name))
-        return times
+        return self._beside(times) if self.layout.resting else times
+
+    def _beside(self, units: list[UnitTime]) -> list[UnitTime]:
+        """Return the units with the seconds that computation waits for rows of experts.
+
+        Rows of a layer are fetched while another one computes, and all are updated during the first forward; not by a
+        processor, which does everything itself.
+        """
+        free = 0.0 if self.node.device.processor else 1.0
+        forwards = [free * (sum(seconds for _, seconds in unit.compute_forward) - unit.rows) for unit in units]
+        backs = [free * (sum(seconds for _, seconds in unit.compute_backward) - unit.rows_again) for unit in units]
+        update = sum(unit.rows_update for unit in units)
+        idle = sum(max(0.0, forward - unit.rows) for unit, forward in zip(units, forwards, strict=True))
+        share = max(0.0, 1 - idle / update) / self.layout.accumulation if update else 0.0
+        return [
+            unit._replace(
+                rows=max(0.0, unit.rows - forward) + share * unit.rows_update,
+                rows_again=max(0.0, unit.rows_again - back),
+            )
+            for unit, forward, back in zip(units, forwards, backs, strict=True)
+        ]
 
     def _unit(self, unit: UnitCost, away: bool) -> UnitTime:
         layout, device, speed = self.layout, self.node.device, self.speed
@@ -275,7 +299,7 @@ class Durations:
 
     def _tables(self, unit: UnitCost) -> dict[str, float]:
         """Return the seconds of a unit's tables: of lookups, of gradients at the end of a step, and of the update."""
-        layout, seconds = self.layout, dict.fromkeys(("lookup", "rows", "rows_again", "replicas", "update"), 0.0)
+        layout, seconds = self.layout, dict.fromkeys((*_OF_TABLES, "replicas", "update"), 0.0)
         sharing = min(self.node.devices, layout.ranks)
         away = 1 - 1 / self.shard.size  # messages to all others take the time of a gather of as much
         for table in unit.tables:
@@ -290,13 +314,14 @@ class Durations:
                     summed.copies * layout.replicate / (layout.replicate - 1)
                 )
             if table.experts:
-                # Of fetches, and of the update, for which all wait.
                 fetch, update = (
-                    sum(moved.seconds(self.node, sharing)) for moved in table_bytes.expert_traffic(table, layout)
+                    moved.seconds(self.node, sharing) for moved in table_bytes.expert_traffic(table, layout)
                 )
-                seconds["rows"] += fetch
-                seconds["rows_again"] += fetch if layout.recompute.repeats else 0.0
-                seconds["update"] += update
+                rows = max(fetch[:2]) + fetch[2]  # some are read while those before are copied
+                seconds["rows"] += rows
+                seconds["rows_again"] += rows if layout.recompute.repeats else 0.0
+                seconds["rows_update"] += update[0] + update[2]
+                seconds["update"] += update[1]  # the backward waits until its gradients are on the host
                 continue
             moved = table_bytes.moved_by_update(table, layout)
             if layout.tables.tier is Tier.DEVICE:

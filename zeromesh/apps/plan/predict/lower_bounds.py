@@ -225,8 +225,8 @@ class TimeBound:
         if key not in self._passes:
             cost, counts = self._at(layout.micro_batch, layout.context)
             units = Durations(layout, self.machine, Habits()).units(cost)
-            # Without lookups of tables, which depend on the number of data ranks.
-            alone = [unit._replace(lookup=0.0) for unit in units]
+            # Without lookups of tables, which depend on the number of data ranks, and waits for updates of experts.
+            alone = [unit._replace(lookup=0.0, rows=0.0, rows_again=0.0) for unit in units]
             times = [sum(s for _, s in (*u.compute_forward, *u.compute_backward)) for u in alone]
             block = max((seconds for unit, seconds in zip(units, times, strict=True) if unit.block), default=0.0)
             self._passes[key] = sum(map(mul, times, counts)), block

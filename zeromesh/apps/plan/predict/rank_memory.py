@@ -14,7 +14,7 @@ from zeromesh.apps.plan.machine.cluster import Machine
 from zeromesh.apps.plan.predict.conventions import ZEROMESH, Convention
 from zeromesh.apps.plan.predict.pipeline_step import stage_units
 from zeromesh.apps.plan.predict.snapshots import Snapshot, late_bytes, snapshots_of
-from zeromesh.apps.plan.predict.table_bytes import row_gradients, table_states
+from zeromesh.apps.plan.predict.table_bytes import fetched_ahead, row_gradients, table_states
 from zeromesh.comm.ordered_sums import SumPlace
 from zeromesh.parallel.head.linear_cross_entropy import chunk_bytes
 from zeromesh.parallel.pipeline.schedule.actions import Kind
@@ -258,6 +258,7 @@ class _Rank:
     ) -> None:
         self.chunks, self.states, self.layout, self.convention = chunks, states, layout, convention
         self.of_rows = of_rows  # bytes of gradients of tables' rows, which are kept until the update
+        self.ahead = max(fetched_ahead(unit.tables, layout) for runs in chunks for unit, _ in runs)  # of another layer
         self.held = [sum(self.kept(unit) * count for unit, count in runs) for runs in chunks]
         self.late = [sum(unit.late * count for unit, count in runs) for runs in chunks]
         self.parameters = [sum((unit.parameters + unit.experts) * count for unit, count in runs) for runs in chunks]
@@ -368,7 +369,7 @@ class _Rank:
         """Return the bytes while a unit is computed with, beside those that rest and whole gradients."""
         for state, size in full.items():
             parts[state] = parts.get(state, 0.0) + size
-        parts |= {"activation": saved, "temporary": temporary}
+        parts |= {"activation": saved, "temporary": temporary + self.ahead}
         if unit.block and self.layout.activations_on_host:
             parts["temporary"] += 2 * unit.saved  # one is computed with, one is on its way
         return Moment(label, parts)

@@ -59,6 +59,16 @@ def row_gradients(table: TableCost, layout: ParallelLayout) -> float:
     return 0.0 if table.experts else used(table) * table.width * layout.accumulation * layout.widths.wire
 
 
+def fetched_ahead(tables: Iterable[TableCost], layout: ParallelLayout) -> float:
+    """Return the bytes of a layer's experts that are on the device before the layer is called."""
+    return sum(used(table) * fetched_width(table, layout) for table in tables if table.experts)
+
+
+def fetched_width(table: TableCost, layout: ParallelLayout) -> float:
+    """Return the bytes of a row as it is computed with."""
+    return table.width * layout.widths.parameter + table.frozen
+
+
 def used(table: TableCost, times: float = 1.0) -> float:
     """Return the most rows that ``times`` micro-batches of one rank use."""
     return min(table.rows, table.lookups * times)
@@ -67,7 +77,7 @@ def used(table: TableCost, times: float = 1.0) -> float:
 def lookup_bytes(table: TableCost, layout: ParallelLayout) -> TableBytes:
     """Return what a rank sends for the lookups of one micro-batch."""
     away = used(table) * (1 - 1 / ranks_of(layout))
-    return TableBytes(INDEX * away, rows=away * (table.width * layout.widths.parameter + table.frozen))
+    return TableBytes(INDEX * away, rows=away * fetched_width(table, layout))
 
 
 def gradient_messages(table: TableCost, layout: ParallelLayout) -> TableBytes:
@@ -107,12 +117,11 @@ class ExpertTraffic(NamedTuple):
         """Return the sum with a multiple of the other."""
         return ExpertTraffic(*(a + times * b for a, b in zip(self, other, strict=True)))
 
-    def seconds(self, node: Node, sharing: int) -> tuple[float, float]:
-        """Return the seconds of host and link, and those of the disk, which ``sharing`` ranks share."""
-        return self.host * sharing / node.host_bandwidth + self.link / node.host.bandwidth, sharing * (
-            disk_seconds(node.disk_read, self.reads, node.name)
-            + disk_seconds(node.disk_write or node.disk_read, self.writes, node.name)
-        )
+    def seconds(self, node: Node, sharing: int) -> tuple[float, float, float]:
+        """Return the seconds of the host, the link, and the disk; ``sharing`` ranks share host and disk."""
+        disk = disk_seconds(node.disk_read, self.reads, node.name)
+        disk += disk_seconds(node.disk_write or node.disk_read, self.writes, node.name)
+        return self.host * sharing / node.host_bandwidth, self.link / node.host.bandwidth, sharing * disk
 
 
 def disk_seconds(speed: float, size: float, node: str) -> float:
@@ -126,11 +135,11 @@ def expert_traffic(table: TableCost, layout: ParallelLayout) -> tuple[ExpertTraf
     """Return what a rank moves in each fetch of a layer's experts, and in an update of them."""
     placed, number = placed_of(table, layout), _number(layout)
     rows, changed = used(table), updated(table, layout)
-    sent, at_rest = (table.width * width + table.frozen for width in (layout.widths.parameter, number))
+    sent, at_rest = fetched_width(table, layout), table.width * number + table.frozen
     # Share of rows that are not in slots.
     away = max(0.0, 1 - (placed.cached or 0) * ranks_of(layout) / table.rows) if placed.tier is Tier.NVME else 0.0
-    states, landed = (1 + placed.states) * table.width * number, table.width * max(4, layout.widths.wire)
+    states, landed = (1 + placed.states) * table.width * number, rows * table.width * layout.widths.parameter
     return (
         ExpertTraffic(rows * sent, rows * (at_rest + sent), away * rows * at_rest),
-        ExpertTraffic(changed * landed, moved_by_update(table, layout), *[away * changed * states] * 2),
+        ExpertTraffic(layout.accumulation * landed, moved_by_update(table, layout), *[away * changed * states] * 2),
     )
