@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -128,6 +129,19 @@ def test_a_plan_of_saved_tensors_is_listed(tiny: Path, tmp_path: Path) -> None:
     assert "set activation_checkpointing.budget_gb to" in refused.output.replace("\n", " ")
     # Of sizes alone, no operators are known.
     assert "cannot be planned" in call("7b", *arguments).output.replace("\n", " ")
+
+
+def test_a_loss_in_chunks_is_counted(tiny: Path, tmp_path: Path) -> None:
+    def explained(model: str, **sections: Any) -> Any:
+        (tmp_path / "mine.json").write_text(json.dumps({"train_batch_size": 64, **sections}))
+        arguments = ("--gpu", "l4", "--gpus", "1", "--sequence", "256", "--explain", "mine.json", "--json")
+        return call(model, *arguments)
+
+    whole, chunked = (json.loads(explained(str(tiny), chunked_loss=on).stdout) for on in (False, True))
+    assert chunked["states"]["device"]["temporary"] < whole["states"]["device"]["temporary"]
+    refused = explained("7b", chunked_loss=True)
+    assert refused.exit_code == 2
+    assert "chunked_loss of 7b cannot be planned" in refused.output
 
 
 @pytest.mark.parametrize("name", ["", "config.json"])

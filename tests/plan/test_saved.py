@@ -12,8 +12,7 @@ from zeromesh.apps.plan.cost.cost import ModelCost
 from zeromesh.apps.plan.cost.cost_trace import TracedCost
 from zeromesh.apps.plan.cost.passes import TraceOptions
 from zeromesh.apps.plan.machine.presets import cluster
-from zeromesh.apps.plan.saved import choose, pack, places_of
-from zeromesh.apps.plan.saved_costs import Candidate, SavedCosts, saved_costs
+from zeromesh.apps.plan.saved import Candidate, SavedCosts, choose, pack, places_of, saved_costs
 from zeromesh.apps.train.architectures.decoder import Decoder
 from zeromesh.apps.train.train_settings import ModelShape
 from zeromesh.base.saved_tensors import BlockPlan, Saved

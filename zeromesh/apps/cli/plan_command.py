@@ -26,9 +26,10 @@ from zeromesh.apps.plan.choose.layout_documents import document_for, launch_comm
 from zeromesh.apps.plan.choose.plan_picture import PAGE_ENDS, write_picture
 from zeromesh.apps.plan.choose.search import PlanCandidate, PlanResult, search
 from zeromesh.apps.plan.choose.space import PlanRequest
+from zeromesh.apps.plan.cost.passes import WHOLE_SEQUENCES
 from zeromesh.apps.plan.cost.resting import RestingCost
 from zeromesh.apps.plan.machine.cluster import Machine
-from zeromesh.apps.plan.machine.here import machine_here
+from zeromesh.apps.plan.machine.here import machine_here, tiles_of
 from zeromesh.apps.plan.machine.presets import cluster
 from zeromesh.apps.plan.predict.lower_bounds import least_memory, slowest
 from zeromesh.apps.plan.saved import planned_cost
@@ -123,9 +124,11 @@ def plan(question: PlanQuestion, machine: Machine) -> bool:
     precision = precision_for(slowest(machine))
     if not question.model:
         return _largest(question, machine, precision)
-    asked = asked_model(question.model, precision, question.adapters)
-    if question.explain is not None:
-        return _explain(question, asked, machine)
+    explained = None if question.explain is None else TrainSettings.load(question.explain)
+    tiles = WHOLE_SEQUENCES if explained is None else tiles_of(explained)
+    asked = asked_model(question.model, precision, question.adapters, tiles)
+    if explained is not None:
+        return _explain(question, explained, asked, machine)
     request, assumed = _request(question, asked, machine, precision)
     with SearchBar(Console(stderr=True), f"tracing {request.source.name}") as bar:
         result = search(request, progress=partial(bar.told, "computing layouts"))
@@ -385,9 +388,7 @@ def _candidate_json(candidate: PlanCandidate) -> dict[str, Any]:
 # A layout that the user has.
 
 
-def _explain(question: PlanQuestion, asked: AskedModel, machine: Machine) -> bool:
-    assert question.explain is not None
-    settings = TrainSettings.load(question.explain)
+def _explain(question: PlanQuestion, settings: TrainSettings, asked: AskedModel, machine: Machine) -> bool:
     layout, precision = layout_from(settings, machine.devices)
     batch, sequence = layout.samples, question.sequence or asked.sequence
     if question.batch is not None and question.batch != batch:

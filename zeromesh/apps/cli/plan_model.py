@@ -21,7 +21,7 @@ from zeromesh.apps.plan.cost.cost_trace import TracedCost
 from zeromesh.apps.plan.cost.models import limits_of, limits_of_decoder, shape_named
 from zeromesh.apps.plan.cost.named_models import CatalogueModel, close_names, find_model
 from zeromesh.apps.plan.cost.packed import packing_of
-from zeromesh.apps.plan.cost.passes import TraceOptions
+from zeromesh.apps.plan.cost.passes import WHOLE_SEQUENCES, TokenTiles, TraceOptions
 from zeromesh.apps.plan.cost.sdxl_unet import SdxlUnet, unet_inputs
 from zeromesh.apps.plan.cost.shape import TransformerCost, TransformerShape
 from zeromesh.apps.plan.cost.source import (
@@ -114,18 +114,21 @@ class AskedModel:
         return {**planned, "huggingface": model, "lora": self.adapters.section}
 
 
-def asked_model(text: str, precision: str, adapters: Adapters | None = None) -> AskedModel:
+def asked_model(
+    text: str, precision: str, adapters: Adapters | None = None, tiles: TokenTiles = WHOLE_SEQUENCES
+) -> AskedModel:
     """Return the model of a command line.
 
     Raises:
-        ValueError: no such name, file or sizes, a model that transformers does not know or that cannot be fetched, or
-            one that cannot have adapters.
+        ValueError: no such name, file or sizes, a model that transformers does not know or that cannot be fetched, one
+            that cannot have adapters, or tiles over tokens of sizes alone.
     """
+    options = TraceOptions(DTYPES[precision], tiles=tiles)
     if not Path(text).expanduser().exists():
         if (model := find_model(text)) is not None:
-            return _of_catalogue(model, precision, adapters)
+            return _of_catalogue(model, options, adapters)
         if (shape := shape_named(text)) is not None:
-            return _of_shape(shape, precision, adapters)
+            return _of_shape(shape, options, adapters)
     close = close_names(text)
     try:
         path = model_folder(text, weights=False)
@@ -159,11 +162,13 @@ def asked_model(text: str, precision: str, adapters: Adapters | None = None) -> 
         )
     config = configuration_of(path)
     named = text if is_model_id(text) else str(folder)
-    asked = _of_configuration(path, config, precision, adapters, text)
+    asked = _of_configuration(path, config, options, adapters, text)
     return replace(asked, folder=named)
 
 
-def _of_configuration(source: Any, config: Any, precision: str, adapters: Adapters | None, text: str) -> AskedModel:
+def _of_configuration(
+    source: Any, config: Any, options: TraceOptions, adapters: Adapters | None, text: str
+) -> AskedModel:
     """Return a model of transformers, with adapters if there are any."""
     kind = class_of(config)
     causal = kind.__name__.endswith(CAUSAL)
@@ -172,9 +177,10 @@ def _of_configuration(source: Any, config: Any, precision: str, adapters: Adapte
             f"--lora and --qlora are for language models, and {text} is a {kind.__name__}; leave them out, or name a "
             "language model such as llama-3.1-8b"
         )
-    options, limits = TraceOptions(DTYPES[precision]), limits_of_configuration(config)
+    limits = limits_of_configuration(config)
     if adapters is not None and adapters.quantized:
-        options = replace(options, packing=packing_of(Quantization(), DTYPES[precision].itemsize))
+        assert options.dtype is not None
+        options = replace(options, packing=packing_of(Quantization(), options.dtype.itemsize))
         limits = replace(limits, heads=0, kv_heads=0)  # no tensor ranks
     adapt = adapters.add if adapters is not None else lambda model: model
     cost = hugging_face_cost(source, options, adapt=adapt)
@@ -183,7 +189,7 @@ def _of_configuration(source: Any, config: Any, precision: str, adapters: Adapte
     return AskedModel(cost, limits, adapters=adapters, causal=causal, images=images, chain=chain)
 
 
-def _of_catalogue(model: CatalogueModel, precision: str, adapters: Adapters | None) -> AskedModel:
+def _of_catalogue(model: CatalogueModel, options: TraceOptions, adapters: Adapters | None) -> AskedModel:
     if adapters is not None and not model.causal:
         raise ValueError(
             f"--lora and --qlora are for language models, and {model.name} is a {model.kind}; leave them out, or name "
@@ -195,7 +201,7 @@ def _of_catalogue(model: CatalogueModel, precision: str, adapters: Adapters | No
             with torch.device("meta"):
                 return SdxlUnet()
 
-        cost = TracedCost(make, unet_inputs, TraceOptions(DTYPES[precision]), name=model.name)
+        cost = TracedCost(make, unet_inputs, options, name=model.name)
         return AskedModel(cost, ModelLimits(causal=False), causal=False, images=True, chain=False)
     if find_spec("transformers") is None:
         shape = model.shape()
@@ -204,16 +210,16 @@ def _of_catalogue(model: CatalogueModel, precision: str, adapters: Adapters | No
                 f"{model.name} is built with transformers, and adapters with PEFT: "
                 + pip_install("transformers", "peft")
             )
-        return AskedModel(TransformerCost(shape), limits_of(shape), folder=model.hub if model.causal else "")
+        return replace(_of_sizes(shape, options), folder=model.hub if model.causal else "")
     config = model.configuration()
-    asked = _of_configuration(config, config, precision, adapters, model.name)
+    asked = _of_configuration(config, config, options, adapters, model.name)
     return replace(asked, folder=model.hub if model.causal else "", images=model.images)
 
 
-def _of_shape(shape: TransformerShape, precision: str, adapters: Adapters | None) -> AskedModel:
+def _of_shape(shape: TransformerShape, options: TraceOptions, adapters: Adapters | None) -> AskedModel:
     """Return a model of sizes; adapters are added to the model of transformers that has them."""
     if adapters is None:
-        return AskedModel(TransformerCost(shape), limits_of(shape), causal=limits_of(shape).causal)
+        return _of_sizes(shape, options)
     others = shape.shared_width or shape.dense_layers or shape.window or shape.extra_heads
     if not shape.gated or shape.biases or others or find_spec("transformers") is None:
         raise ValueError(
@@ -240,7 +246,17 @@ def _of_shape(shape: TransformerShape, precision: str, adapters: Adapters | None
         architectures=[f"{kind}ForCausalLM"],
     )
     config.name_or_path = shape.name
-    return _of_configuration(config, config, precision, adapters, shape.name)
+    return _of_configuration(config, config, options, adapters, shape.name)
+
+
+def _of_sizes(shape: TransformerShape, options: TraceOptions) -> AskedModel:
+    """Return a model whose cost is a formula of its sizes; raise ValueError for tiles, which no formula has."""
+    if options.tiles != WHOLE_SEQUENCES:
+        raise ValueError(
+            f"tiling and chunked_loss of {shape.name} cannot be planned: its cost is a formula of its sizes; install "
+            "transformers and name a model that zeromesh plan --list shows, or leave them out of the file"
+        )
+    return AskedModel(TransformerCost(shape), limits_of(shape), causal=limits_of(shape).causal)
 
 
 def _of_transformers(path: Path) -> bool:
