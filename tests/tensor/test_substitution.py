@@ -280,7 +280,7 @@ LOOKS = {
     "parallel/context/huggingface_decoders.py": "runs the user's forward",
     "parallel/context/followed_sequences.py": "runs the user's forward",
     "shard/tables/table.py": "is given tables",
-    "parallel/follow/traced_plan.py": "runs the user's forward",
+    "parallel/tensor/traced_plan.py": "runs the user's forward",
     "parallel/tensor/published.py": "asks",
     "shard/parameters/use_order.py": "asks",
     "base/dtypes.py": "names layers",

@@ -15,10 +15,10 @@ from harness import on_ranks, run_ranks
 from run import train_step
 from same_training import require_same_training, train_on_engine
 from token_programs import APART, MIXES, NOISE, OTHER_ATTENTION, Code, Inside
-from zeromesh.parallel.follow.spread import Followed, _entered, check_of, followed
 from zeromesh.parallel.follow.token_check import TokenCheck
 from zeromesh.parallel.tensor.derive import derive
 from zeromesh.parallel.tensor.sequence import find_stacks
+from zeromesh.parallel.tensor.spread_sequence import Followed, _entered, check_of, followed
 from zeromesh.parallel.tensor.tensor_plan import parse, resolve
 
 WIDTH, LENGTH = 32, 8

@@ -19,7 +19,7 @@ from harness import on_ranks
 from run import adamw, start_engine
 from unknown_modules import THIRDS, Decoder, NanoMLP
 from zeromesh.base.dry.model_copy import left_as_they_are
-from zeromesh.parallel.follow import traced_plan as trace
+from zeromesh.parallel.tensor import traced_plan as trace
 from zeromesh.parallel.tensor.derive import derive
 from zeromesh.parallel.tensor.split_plan import PlanRule
 from zeromesh.parallel.tensor.tensor_plan import parse

@@ -42,9 +42,9 @@ from zeromesh.engine.pipeline_module import PipelineModule, settings_of
 from zeromesh.engine.reports import memory_before
 from zeromesh.engine.state import EngineState
 from zeromesh.parallel.activation.compiled import require_backend
-from zeromesh.parallel.follow.spread import check_of
 from zeromesh.parallel.tensor.derive import heads_over_vocabulary
 from zeromesh.parallel.tensor.float8_layers import check_layers
+from zeromesh.parallel.tensor.spread_sequence import check_of
 from zeromesh.parallel.tensor.tensor_plan import describe_plan
 from zeromesh.shard.find_units import check_compiled, check_parameters, find_units
 from zeromesh.shard.parameters import absent_guard as guard

@@ -151,7 +151,6 @@ def install(model: Any, applied: SpreadSequences) -> None:
     torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
     for module in model.modules():
         replace_forward(module, partial(_Followed(axis, module).run, module.forward))
-    for module in model.modules():
         if "labels" in parameters_of(type(module)) and callable(loss := getattr(module, "loss_function", None)):
             setattr(module, "loss_function", update_wrapper(partial(_loss, axis, loss), loss))  # noqa: B010
     guard_functions({type(module) for module in model.modules() if not of_library(module)})

@@ -57,9 +57,9 @@ def install(model: Any, applied: SpreadSequences, unchecked: Sequence[str] = ())
     # own.
     name = f"zeromesh_context_{next(_numbers)}"
     functions = ALL_ATTENTION_FUNCTIONS.get(implementation), ALL_MASK_ATTENTION_FUNCTIONS[implementation]
-    parts = _Parts(model, applied, *functions, applied.takes_rules(implementation))
-    AttentionInterface.register(name, parts.attention)
-    AttentionMaskInterface.register(name, parts.mask)
+    replacements = _Replacements(model, applied, *functions, applied.takes_rules(implementation))
+    AttentionInterface.register(name, replacements.attention)
+    AttentionMaskInterface.register(name, replacements.mask)
     # The tables live as long as the process, and would keep a function for every model that ever was.
     for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         weakref.finalize(model, table._global_mapping.pop, name, None)
@@ -68,9 +68,9 @@ def install(model: Any, applied: SpreadSequences, unchecked: Sequence[str] = ())
         loss = model.loss_function
         model.loss_function = update_wrapper(partial(_loss, loss, applied, _shifts(model)), loss)
     if any(type(module).__module__.partition(".")[0] not in KNOWN for module in model.modules()):
-        parts.check = check_of(model, applied, unchecked, trusted="transformers")
-        parts.check.install(model)
-    replace_forward(model, partial(parts.run, model, model.forward))
+        replacements.check = check_of(model, applied, unchecked, trusted="transformers")
+        replacements.check.install(model)
+    replace_forward(model, partial(replacements.run, model, model.forward))
 
 
 def require(model: Any) -> None:
@@ -162,7 +162,7 @@ _COUNTING = {
 }
 
 
-class _Parts:
+class _Replacements:
     """Replacements of a model's forward, attention and mask functions."""
 
     def __init__(self, model: nn.Module, applied: SpreadSequences, attention: Any, mask: Any, ring: bool) -> None:

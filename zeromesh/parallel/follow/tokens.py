@@ -78,19 +78,19 @@ class OfLength(Tensor):
 class Constant(Tensor):
     """Tensor with as many entries as wanted, which are all alike or drawn at random until it is written to."""
 
-    known: int  # its version when it was last known to be so
+    alike_version: int  # its version when it was last known to be so
 
     def settle(self) -> Constant:
         """Take the entries for alike as they are now, and return the tensor."""
         with torch._C.DisableTorchFunction():
-            self.known = version(self)
+            self.alike_version = version(self)
         return self
 
     @property
     def is_alike(self) -> bool:
         """True if nothing else was written to it."""
         with torch._C.DisableTorchFunction():
-            return version(self) == self.known
+            return version(self) == self.alike_version
 
 
 class TokenRun(OperatorListener, Axis):

@@ -11,7 +11,6 @@ from torch.nn.functional import gelu, relu
 from zeromesh.base import model_names
 from zeromesh.base.dry.model_inputs import ModelInput
 from zeromesh.base.substitution import computes_as, has_hooks, is_adapted, is_as_written, is_known, runs_another_forward
-from zeromesh.parallel.follow.traced_plan import traced_plan
 from zeromesh.parallel.tensor.heads import Heads, heads_of
 from zeromesh.parallel.tensor.published import (
     GATHERING,
@@ -25,12 +24,13 @@ from zeromesh.parallel.tensor.published import (
 )
 from zeromesh.parallel.tensor.split_plan import CONTAINERS, Plan, PlanRule, base_of, kind_of, pattern_of
 from zeromesh.parallel.tensor.styles import STYLES
+from zeromesh.parallel.tensor.traced_plan import traced_plan
 
 # In classes of transformers, attention and MLPs are found by the names of their layers and by shapes that fit: layers
 # that are split by columns, and one split by rows that reads what was made of them. Where something stands in between
 # that looks at all of the split dim, such as a norm over all heads, each layer is split by itself, and activations are
 # gathered. In other classes, and for such layers and those that names leave in blocks, the forward is traced
-# (``parallel/follow/traced_plan.py``). What is split in neither way stays whole.
+# (``parallel/tensor/traced_plan.py``). What is split in neither way stays whole.
 
 LOCAL = ("colwise", "packed_colwise", "rowwise")  # activations between layers of these styles are split
 Rules = Iterator[tuple[str, PlanRule]]

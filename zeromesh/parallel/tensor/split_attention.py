@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from zeromesh.base.linear_arithmetic import Columns, multiply
 from zeromesh.comm.collectives import Group
-from zeromesh.parallel.follow.split_guard import Apart
-from zeromesh.parallel.follow.spread import sequence_dim
 from zeromesh.parallel.tensor.operators import move
 from zeromesh.parallel.tensor.random_streams import RandomStreams
+from zeromesh.parallel.tensor.split_guard import Apart
 from zeromesh.parallel.tensor.split_linear import enter, leave
+from zeromesh.parallel.tensor.spread_sequence import sequence_dim
 
 
 class SplitAttention:

@@ -13,12 +13,12 @@ from torch import Tensor
 from zeromesh.base.in_place import version
 from zeromesh.base.linear_arithmetic import Columns, Product, Ticket, WeightGradient, is_keeping
 from zeromesh.comm.collectives import Group, Pending
-from zeromesh.parallel.follow.split_guard import Apart
-from zeromesh.parallel.follow.spread import sequence_dim
 from zeromesh.parallel.head.logits import Using
 from zeromesh.parallel.tensor.operators import move, scatter
 from zeromesh.parallel.tensor.random_streams import RandomStreams
 from zeromesh.parallel.tensor.sequence import Stack
+from zeromesh.parallel.tensor.split_guard import Apart
+from zeromesh.parallel.tensor.spread_sequence import sequence_dim
 
 Layer = Callable[[Tensor], Tensor]
 """Layer split by columns, for one pass through an entry: ``(..., inputs)`` to ``(..., part of the outputs)``."""

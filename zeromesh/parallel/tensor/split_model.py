@@ -15,7 +15,6 @@ from zeromesh.base.linear_arithmetic import is_transposed
 from zeromesh.base.model_names import BIASES, OF_SCORES
 from zeromesh.comm.collectives import Group
 from zeromesh.parallel.follow.activation_parts import join_parts, replace_forward
-from zeromesh.parallel.follow.spread import Followed, activation, replaced, spread
 from zeromesh.parallel.follow.token_check import TokenCheck
 from zeromesh.parallel.head.linear_cross_entropy import Vocabulary
 from zeromesh.parallel.head.logits import Using
@@ -25,6 +24,7 @@ from zeromesh.parallel.tensor.random_streams import RandomStreams
 from zeromesh.parallel.tensor.sequence import Stack
 from zeromesh.parallel.tensor.split_linear import Entrance, SplitPlace
 from zeromesh.parallel.tensor.split_plan import SplitPlan
+from zeromesh.parallel.tensor.spread_sequence import Followed, activation, replaced, spread
 from zeromesh.parallel.tensor.styles import Splitting, by_vocabulary, eager
 
 BIAS_TAG = 15  # of tensors that are added to the scores of attention

@@ -17,14 +17,13 @@ from zeromesh.base.substitution import has_hooks
 from zeromesh.comm.collectives import Group
 from zeromesh.parallel.follow.activation_parts import LeavingParts, TakingParts, replace_forward
 from zeromesh.parallel.follow.split_activation import TensorAxis, unseen, whole
-from zeromesh.parallel.follow.split_guard import SplitGuard, summed
-from zeromesh.parallel.follow.spread import sequence_dim
 from zeromesh.parallel.head.linear_cross_entropy import Vocabulary, require_known
 from zeromesh.parallel.head.logits import Logits, Using
 from zeromesh.parallel.tensor.heads import first_number, take_part_of_experts
 from zeromesh.parallel.tensor.operators import move
 from zeromesh.parallel.tensor.random_streams import drops
 from zeromesh.parallel.tensor.split_attention import SplitAttention
+from zeromesh.parallel.tensor.split_guard import SplitGuard, summed
 from zeromesh.parallel.tensor.split_linear import Entrance, SplitPlace, leave
 from zeromesh.parallel.tensor.split_plan import (
     Member,
@@ -36,6 +35,7 @@ from zeromesh.parallel.tensor.split_plan import (
     hold_shares,
     why_hooked,
 )
+from zeromesh.parallel.tensor.spread_sequence import sequence_dim
 
 FIRST_TAG = 16  # on the tensor axis; lower ones are for whole parameters and for gradients
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.comm.collectives import Group
-from zeromesh.parallel.follow.split_guard import Apart
 from zeromesh.parallel.follow.token_check import Following, TokenCheck
 from zeromesh.parallel.tensor.operators import move
 from zeromesh.parallel.tensor.random_streams import RandomStreams
 from zeromesh.parallel.tensor.sequence import Stack
+from zeromesh.parallel.tensor.split_guard import Apart
 from zeromesh.parallel.tensor.split_plan import SplitPlan
 
 Place = int | str  # of an argument: its number, or its name
