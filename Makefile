@@ -86,7 +86,7 @@ validate-plan: .venv/.test.done
 	.venv/bin/python benchmarks/validate_plan.py $(or $(ROWS),benchmarks/published-rows.json) \
 		--markdown $(or $(OUT),docs/plan-report-card.md)
 
-# One large GPU: all checks and measurements in at most 60 minutes, without installation or network. `make gpu MINUTES=9` ends
+# One large GPU: all checks and measurements in at most 90 minutes, without installation or network. `make gpu MINUTES=9` ends
 # before; the same command goes on. `make gpu REHEARSE=1 OUT=runs/gpu` runs all steps in a small form on the CPU.
 gpu:
 	$(or $(wildcard .venv/bin/python),$(PYTHON)) benchmarks/gpu.py $(if $(MINUTES),--minutes $(MINUTES)) \

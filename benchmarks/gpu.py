@@ -1,6 +1,6 @@
 """Checks and measurements on one large GPU, step by step: ``make gpu``, or without make
 
-    python3 benchmarks/gpu.py                  # all steps, at most 60 minutes
+    python3 benchmarks/gpu.py                  # all steps, at most 90 minutes
     python3 benchmarks/gpu.py --minutes 9      # as many as fit into 9 minutes; the same command goes on
     python3 benchmarks/gpu.py --rehearse       # all steps in a small form, on the CPU
 
@@ -78,7 +78,7 @@ class Step:
         """Return what the process of the step is told, as it is read back from JSON."""
         options = {**self.options, **(SMALL[self.work] | self.small if rehearse else {})}
         if rehearse:
-            tiny = {"model": TINY, "accumulation": 2, "ratios": RATIOS[::17], "layers": 2}
+            tiny = {"model": TINY, "accumulation": 2, "ratios": RATIOS[::17], "layers": 2, "budget_gb": 0.0016}
             options |= {key: value for key, value in tiny.items() if key in options}
             if "layers" in options:
                 options["room"] = {}  # their number is given, whatever the memory
@@ -95,6 +95,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "copies": {"updates": 2, "shape": TINIEST, "places": ["stage 2, optimizer", "stage 3, all"]},
     "pages": {"pages": ["README.md"]},
     "trace": {"sequence": 32, "batch": 2},
+    "masks": {"length": 256, "heads": 4, "key_heads": 2, "width": 16, "repeats": 2},
+    "experts": {"sizes": {"layers": 1, "experts": 8, "width": 32, "inner": 16}, "shares": [1.0, 0.25], "steps": 2},
     "train": {"sequence": 32, "batch": 2, "warmup": 1, "steps": 1, "room": {"device": 3e6, "host": 3e6, "nvme": 3e6}},
 }
 """Options of the rehearsal, by function; its room, in bytes, is for a few blocks."""
@@ -112,7 +114,7 @@ def tiled(tokens: int | str) -> dict[str, Any]:
 
 # Options of training steps by group, and those of their rehearsal: Llama 3 8B with samples of 8,192 tokens; the largest
 # model of a tier, whose number of blocks the planner chooses; 20 blocks of Llama 3 8B with all states on the device;
-# runs whose speed others have published; Llama 3 8B with one long sample.
+# runs whose speed others have published; Llama 3 8B with one long sample; the 20 blocks by what they save.
 GROUPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "8B": (
         {"model": LLAMA_8B, "layers": 32, "sequence": 8192, "spans": True},
@@ -125,6 +127,10 @@ GROUPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"backend": "aot_eager"},
     ),
     "published": ({"model": LLAMA_8B, "layers": 32, "sequence": 4096}, {"backend": "aot_eager"}),
+    "saved": (
+        {"model": LLAMA_8B, "layers": 20, "sequence": 8192, "batch": 1, "accumulation": 2, "steps": 5},
+        {"sequence": 128},  # moves leave out what is smaller than 4,096 bytes
+    ),
     "long": ({"model": LLAMA_8B, "layers": 32, "batch": 1}, {"sequence": 64, "config": tiled(16)}),
 }  # fmt: skip
 
@@ -144,6 +150,7 @@ FLOAT8 = {"float8": {"enabled": True}}
 FILTERED = ["*head*", "*.key", "*.value"]
 NARROW = {"optimizer_state_dtype": {"exp_avg": "bf16", "exp_avg_sq": "bf16"}}
 BF16_SUMS = {"data_types": {"grad_accum_dtype": "bf16"}}
+MASKS = {"length": 16384, "heads": 32, "key_heads": 8, "width": 128, "repeats": 5}
 # One copy in files, as the largest model leaves no room for a second one.
 FILES = {"stage": 3, "offload_optimizer": {**NVME, "update_during_backward": 0.0}, "offload_param": CPU}
 
@@ -191,6 +198,23 @@ STEPS = (
           config=tiled("width")),
     train("long", "256 K, one sample, tiles, inputs on the host", 6.0, BOTH, "tiling", sequence=262144, steps=1,
           warmup=0, config=tiled("width"), inputs_on_host=True),
+    # Beside "eager", which keeps everything, 42 GB by the planner: its plan for 28 GB computes little again.
+    *(
+        train("saved", f"saved tensors: {what}", 1.0, WHOLE, "activation_checkpointing", **options)
+        for what, options in {
+            "full": {"recompute": "full"},
+            "selective": {"recompute": "selective"},
+            "full, inputs on the host": {"recompute": "full", "inputs_on_host": True},
+            "auto, 28 GB": {"recompute": "auto", "budget_gb": 28.0},
+            "auto, 18 GB": {"recompute": "auto", "budget_gb": 18.0},
+        }.items()
+    ),
+    Step("masks, one rank", "masks", 1.0, MASKS, "masks", key="context_parallel"),
+    Step("masks, two ranks on one GPU, gloo", "masks", 1.0, MASKS, "masks", 2, "gloo", key="context_parallel"),
+    Step("experts at rest", "experts", 4.0, {
+        "sizes": {"layers": 4, "experts": 64, "width": 2048, "inner": 1024, "tokens": 8192},
+        "shares": [1.0, 0.5, 0.25, 0.1], "steps": 5,
+    }, "experts", key="experts"),
     # One H100: 12,473 tokens/s with rank 16 on all projections; 272 TFLOP/s with states and parameters on the host.
     train("published", "Llama 3 8B, LoRA, 2 x 16 micro-batches", 3.0, {"stage": 0}, batch=2, accumulation=16, steps=2,
           warmup=1, adapters=16),

@@ -19,10 +19,11 @@ KINDS = {
     "products": ("nvjet", "gemm", "cutlass", "scaled_mm", "addmm", "aten::mm"),
     "update and norm": ("dam", "multi_tensor"),
 }
+KEEPING, PLANNED = "eager", "saved tensors: auto, 28 GB"  # steps that keep everything, and that a plan chooses for
 BLOCKS = "20 blocks of Llama 3 8B, compiled"  # step that float8 is compared with
 BARS, LANES = "-speed.png", "-trace.png"
 # Of Okabe and Ito, which tell apart whatever colours one sees.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9")
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 
 
 def gib(size: float | None) -> str:
@@ -78,6 +79,7 @@ class Page:
             ("a model of 20 billion parameters or more: TFLOP/s", max(large, default=None), 450, ".0f"),
             ("compiled blocks beside eager ones", self._gain("compiled blocks", "eager"), 0.15, ".1%"),
             ("float8 beside 16 bits, compiled", self._gain("compiled blocks, float8", "compiled blocks"), 0.28, ".1%"),
+            ("moves and recomputation by plan, beside all kept", self._gain(PLANNED, KEEPING), -0.05, ".1%"),
             ("Llama 3 8B, LoRA: tokens/s (one H100)", self._speed("Llama 3 8B, LoRA", "tokens"), 12473, ".0f"),
             ("Qwen2.5 7B, all on the host: TFLOP/s", self._speed("Qwen2.5 7B", "flops", TERA), 272, ".0f"),
             *(
@@ -144,15 +146,57 @@ class Page:
             parts.append(f"**{row['step']}**\n\n{lines_of(table)}")
         return "\n\n".join(parts)
 
-    def trained(self, group: str) -> str:
-        """Return a line for each training step of a group; "" if it has none."""
+    def masks(self) -> str:
+        """Return a line for each mask: its time, and how near results are to torch's with a mask of all pairs."""
+        parts = []
+        for row in self.of("masks"):
+            if not row.get("rows"):
+                continue
+            dtypes = {name: most for name, (_, most) in row["rows"][0]["differences"].items()}
+            table = [["mask", "pairs over causal", "ms", "ms over causal", "torch's attention, ms", "preparation, ms",
+                      *(f"{name} (at most {most:.2g})" for name, most in dtypes.items())]]  # fmt: skip
+            causal = row["rows"][0]
+            for one in row["rows"]:
+                whole = "-" if one["whole"] is None else f"{1e3 * one['whole']:.3g}"
+                table.append([one["mask"], f"{one['pairs'] / causal['pairs']:.2f}", f"{1e3 * one['seconds']:.3g}",
+                              f"{one['seconds'] / causal['seconds']:.2f}", whole, f"{1e3 * one['prepared']:.2g}",
+                              *(f"{one['differences'][name][0]:.1e}" for name in dtypes)])  # fmt: skip
+            parts.append(f"**{row['step']}**\n\n{lines_of(table)}")
+        return "\n\n".join(parts)
+
+    def experts(self) -> str:
+        """Return the time of a step and the peak on the device, by the share of experts and where these are."""
+        parts = []
+        for row in self.of("experts"):
+            if not row.get("rows"):
+                continue
+            cases = {one["case"]: None for one in row["rows"]}
+            found = {(one["share"], one["case"]): one for one in row["rows"]}
+            table = [["touched", *(f"{case}: s (GiB device)" for case in cases)]]
+            for share in {one["share"]: None for one in row["rows"]}:
+                cells = [found.get((share, case)) for case in cases]
+                table.append([f"{share:.0%}", *(
+                    "-" if one is None else
+                    f"{one['seconds']:.3g}, {one['least']:.3g} to {one['most']:.3g} ({gib(one['device_peak'])})"
+                    for one in cells
+                )])  # fmt: skip
+            differences = ", ".join(f"{case} {value:.2g}" for case, value in row.get("differences", {}).items())
+            parts.append(
+                f"{row['parameters'] / BILLION:.3g} G parameters of experts in bf16, with AdamW; other experts in each "
+                f"step. Weights differ from those on the device, over what was trained: {differences or '-'}.\n\n"
+                f"{lines_of(table)}"
+            )
+        return "\n\n".join(parts)
+
+    def trained(self, group: str, base: str = "") -> str:
+        """Return a line for each training step of a group, after a step of another; "" if the group has none."""
         peak = self.machine.get("products")
         table = [["step", "parameters", "tokens per update", "s per update (foreseen)", "tokens/s", "TFLOP/s",
                   "share of products", "GiB device, peak (foreseen)", "GiB host, states (foreseen)",
                   "last loss"]]  # fmt: skip
         if not self.of(group):
             return ""
-        for row in self.of(group):
+        for row in [self.rows[name] for name in (base,) if name in self.rows] + self.of(group):
             if "flops" not in row:
                 table.append([row["step"], short(row), *["-"] * 8])
                 continue
@@ -253,6 +297,8 @@ class Page:
             ("Llama 3 8B", lambda: self.trained("8B")),
             ("The largest model by tier", lambda: self.trained("largest")),
             ("Llama 3 8B, long samples in tiles", lambda: self.trained("long")),
+            ("What blocks save", lambda: self.trained("saved", KEEPING)),
+            ("Attention under masks", self.masks), ("Experts at rest", self.experts),
             ("Compiled blocks and float8", lambda: f"{self.trained('faster')}\n\n{self.kinds()}".strip()),
             ("Runs whose speed others have published", lambda: self.trained("published")),
             ("Time by phase", self.spans),
@@ -281,7 +327,7 @@ def draw(page: Page, folder: Path, name: str) -> list[str]:
     from matplotlib.figure import Figure
 
     drawn = []
-    groups = ("8B", "largest", "faster", "published", "long")
+    groups = ("8B", "largest", "faster", "published", "long", "saved")
     bars = [(row, COLOURS[groups.index(group)]) for group in groups for row in page.of(group) if trained(row)]
     if bars:
         figure = Figure(figsize=(9, 1 + 0.4 * len(bars)), layout="constrained")

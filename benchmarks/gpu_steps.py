@@ -25,6 +25,8 @@ from torch import nn
 import zeromesh
 from determinism import LAYOUTS
 from gpu import DONE, FAILED, LEFT_OUT, NO_ROOM, ROOT, WRONG
+from gpu_experts import experts
+from gpu_masks import masks
 from gpu_train import Figures, LeftOut, Options, tell, trace, train
 from zeromesh.apps.launch.launch import launch
 from zeromesh.apps.train.architectures.decoder import Decoder
@@ -426,7 +428,7 @@ def main() -> None:
 
 WORK: dict[str, Callable[[Options, Options], Figures]] = {
     "machine": machine, "numerics": numerics, "layouts": layouts, "copies": copies, "pages": pages, "trace": trace,
-    "train": train,
+    "train": train, "masks": masks, "experts": experts,
 }  # fmt: skip
 
 if __name__ == "__main__":

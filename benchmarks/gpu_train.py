@@ -18,15 +18,18 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.profiler import profile, record_function
+from torch.utils.data import TensorDataset
 
 import zeromesh
 from zeromesh.apps.plan.choose.layout_documents import layout_from
+from zeromesh.apps.plan.cost.cost import CostSource
 from zeromesh.apps.plan.cost.cost_trace import TracedCost
 from zeromesh.apps.plan.cost.passes import TraceOptions
-from zeromesh.apps.plan.machine.here import tiles_of, with_host
+from zeromesh.apps.plan.machine.here import machine_here, tiles_of, with_host
 from zeromesh.apps.plan.machine.presets import cluster
 from zeromesh.apps.plan.predict.rank_memory import memory_of
 from zeromesh.apps.plan.predict.time import time_of
+from zeromesh.apps.plan.saved import planned_cost
 from zeromesh.apps.train.architectures.decoder import Decoder
 from zeromesh.apps.train.architectures.flops import parameters, training_flops_per_token
 from zeromesh.apps.train.train_settings import ModelShape
@@ -94,7 +97,11 @@ def configuration(options: Options, folder: str, ratio: float | None = None) -> 
     if ratio is not None:
         zero["offload_optimizer"]["ratio"] = ratio
     recompute = options.get("recompute", "full")
-    again = {"enabled": recompute != "none", "targets": ["Block"]}
+    again: dict[str, Any] = {"enabled": recompute != "none"}
+    if recompute == "auto":
+        again["budget_gb"] = options["budget_gb"]
+    else:
+        again["targets"] = ["Block"]
     return {
         "train_micro_batch_size_per_gpu": options["batch"],
         "gradient_accumulation_steps": options.get("accumulation", 1), "gradient_clipping": 1.0,
@@ -157,7 +164,9 @@ class Planner:
             precision, tiles = settings.precision, tiles_of(settings)
             traced = TraceOptions(precision.compute, precision.autocast, self._kernels, tiles=tiles)
             self._costs[layers] = TracedCost(model, inputs, traced, None)
-        cost = self._costs[layers]
+        cost: CostSource = self._costs[layers]
+        if settings.activation_checkpointing.planned:
+            cost = planned_cost(settings, cost, sequence, layout, machine_here(1, 1))  # as the engine plans
         (rank,) = memory_of(cost, sequence, layout, self._machine)
         found = {"device": rank.device, "host": rank.on("host"), "nvme": rank.on("nvme")}
         if timed and self._machine is not None:
@@ -229,7 +238,10 @@ def engine_of(options: Options, folder: str, layers: int, ratio: float | None) -
         model = Quick(shape_of(options, layers))
         if options.get("adapters"):
             add_adapters(model, options["adapters"])
-    engine, *_ = zeromesh.initialize(model=model, config=configuration(options, folder, ratio))
+    data = None
+    if options.get("recompute") == "auto":  # the planner asks how long samples are
+        data = TensorDataset(*batch_of(options, torch.device("cpu")))
+    engine, *_ = zeromesh.initialize(model=model, config=configuration(options, folder, ratio), training_data=data)
     if options.get("compile"):
         engine.compile(backend=options.get("backend", "inductor"))
     return engine

@@ -34,9 +34,6 @@ ABOVE: dict[str, dict[str, int]] = {
     },
     "arguments of a constructor": {
         "deepspeed/tiling.py:TiledLayer": 9,
-        "deepspeed/optimizers.py:DeepSpeedCPUAdam": 9,
-        "deepspeed/optimizers.py:FusedAdam": 9,
-        "deepspeed/optimizers.py:FusedLamb": 11,
         "shard/optim/lamb.py:Lamb": 10,
         "shard/optim/muon.py:Muon": 15,
         "parallel/expert/moe_layer.py:MoE": 15,

@@ -166,8 +166,8 @@ def run_steps(
     settings, environment = steps.read_configuration(chosen, mesh, start, TrainSettings.load)
     world = world_group(device_of_group(environment))
     settings = choose_layout(chosen, settings, world, environment)
-    saved = choose_saved(chosen, settings, world, environment)
-    plan = steps.plan_run(chosen, settings, mesh or make_mesh(settings, environment), saved)
+    plan = steps.plan_run(chosen, settings, mesh or make_mesh(settings, environment))
+    plan = choose_saved(plan, settings, environment)
     return steps.make_engine(place_model(plan), prediction, kind)
 
 

@@ -15,6 +15,7 @@ from harness import RankFailure, run_ranks
 from run import sgd, start_engine, train_on_tokens, train_step
 from test_pipeline import CHUNKS, train
 from test_tensor_rules import batch, config, gpt2, llama
+from zeromesh.base import containers
 from zeromesh.comm.collectives import Group
 from zeromesh.parallel.activation.activation_store import ActivationStore, HostPool, KeptTensor
 from zeromesh.parallel.activation.checkpoint import checkpoint_modules
@@ -201,10 +202,10 @@ class Changing(nn.Module):
         super().__init__()
         self.block, self.inside, self.rows = Block(), inside, rows
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, kept: bool = False) -> Tensor:
         y = x * 2
         z = self.block(y, (torch.arange(self.rows),), scale={"by": 1.0, "times": 1})
-        y.mul_(3)
+        y = y * 3 if kept else y.mul_(3)
         return (z + y).square().sum()
 
 
@@ -224,10 +225,81 @@ def test_an_input_that_is_changed_in_place_is_right_or_refused(rows: int) -> Non
     loss.backward()
     other = given()[:rows].clone().requires_grad_()
     torch.manual_seed(1)
-    y = other * 2
-    expected = plain.block(y, (torch.arange(rows),), scale={"by": 1.0, "times": 1}) + y * 3
-    expected.square().sum().backward()
+    plain(other, kept=True).backward()
     torch.testing.assert_close(x.grad, other.grad)
+
+
+class LateStream:
+    """Stream whose copies run when somebody waits for them: the latest time that a device may choose."""
+
+    def __init__(self) -> None:
+        self.copies: list[Any] = []
+        self.is_current = False
+
+    def __enter__(self) -> None:
+        self.is_current = True
+
+    def __exit__(self, *error: Any) -> None:
+        self.is_current = False
+
+    def wait_stream(self, other: Any) -> None: ...
+
+    def record_event(self) -> "LateStream":
+        return self
+
+    def synchronize(self) -> None:
+        while self.copies:
+            self.copies.pop(0)()
+
+    def wait_event(self, other: "LateStream") -> None:
+        other.synchronize()
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> LateStream:
+    stream, copy_, to = LateStream(), Tensor.copy_, Tensor.to
+
+    def copy_late(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if not stream.is_current:
+            return copy_(target, source)
+        stream.copies.append(lambda: copy_(target, source))
+        return target
+
+    def to_late(source: Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any) -> Tensor:
+        return torch.zeros_like(source).copy_(source) if non_blocking else to(source, *args, **kwargs)
+
+    monkeypatch.setattr(Tensor, "copy_", copy_late)
+    monkeypatch.setattr(Tensor, "to", to_late)
+    monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: stream)
+    return stream
+
+
+def test_an_input_may_change_as_soon_as_the_block_has_returned(late: LateStream) -> None:
+    torch.manual_seed(0)
+    model = Changing(False, ROWS)
+    plain = copy.deepcopy(model)
+    store = ActivationStore(CPU, host=True)
+    store.stream = late  # type: ignore[assignment]
+    checkpoint_modules([model.block], store)
+    results = []
+    for each in (model, plain):
+        x = given().requires_grad_()
+        torch.manual_seed(1)
+        each(x).backward() if each is model else each(x, kept=True).backward()
+        results.append(x.grad)
+    torch.testing.assert_close(*results)
+
+
+def test_a_page_locked_batch_may_change_as_soon_as_it_has_been_moved(
+    late: LateStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tensor, "is_pinned", lambda _: True)
+    monkeypatch.setattr(containers, "_copy_stream", lambda _: late)
+    batch = {"ids": torch.arange(4)}
+    on_device = containers.moved(batch, torch.device("cuda", 0))
+    batch["ids"].zero_()
+    assert on_device["ids"].tolist() == [0, 1, 2, 3]
 
 
 class Twice(nn.Module):

@@ -6,11 +6,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import zeromesh
 from harness import run_ranks
 from huggingface_models import MODELS
 from zeromesh.config.settings import Settings
+from zeromesh.parallel.activation.activation_store import ActivationStore
+from zeromesh.parallel.activation.checkpoint import checkpoint_modules
+from zeromesh.parallel.activation.selective import GRANULARITIES
 from zeromesh.parallel.activation.tiles import find_tiled, tile_modules
 
 TOKENS = 6  # of a tile: 3 of each of two samples, which do not divide their 8
@@ -52,10 +56,10 @@ def test_losses_and_gradients_are_those_of_torch(name: str) -> None:
     tiled = copy.deepcopy(model)
     lengths: list[int] = []
     found = find_tiled(model)
-    tile_modules(tiled, found, TOKENS)
     for path in found:
         inner = next(part for part in tiled.get_submodule(path).modules() if hasattr(part, "weight"))
         inner.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    tile_modules(tiled, found, TOKENS)
     expected = gradients(model, batch)
     for actual, wanted in zip(gradients(tiled, batch), expected, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-14)  # sums over tokens have another order
@@ -99,6 +103,82 @@ def test_a_call_that_was_not_checked_is_refused() -> None:
 def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Settings.load({"train_batch_size": 1} | settings)
+
+
+def mean_off(_: Any, args: Any, output: Tensor) -> Tensor:
+    return output - output.mean(1, keepdim=True)
+
+
+def test_what_changes_inside_of_a_tiled_module_later_is_seen(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(Mlp(), With(of_third_dim), Mlp())
+    plain = copy.deepcopy(model)
+    tile_modules(model, find_tiled(model), 2)
+    x = torch.randn(1, 5, 8)
+    lengths: list[int] = []
+
+    def compare() -> None:
+        lengths.clear()
+        torch.testing.assert_close(model(x), plain(x))
+        assert lengths == [5, 5]
+
+    for both in (model, plain):
+        both[2].up.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    compare()
+    for both in (model, plain):
+        both[1].function = of_mode
+        both[0].up.register_forward_hook(mean_off)
+    compare()
+    assert [text.partition(" have ")[0] for text in caplog.messages] == [
+        "hooks or attributes of 2.up", "hooks or attributes of 0.up", "hooks or attributes of 1"
+    ]  # fmt: skip
+    copied = copy.deepcopy(model)
+    torch.testing.assert_close(copied(x), plain(x))
+
+
+class PreNorm(nn.Module):
+    """A block that ends with its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(8), nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.5), nn.Linear(32, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("around", ["torch", "ours", "host", "selective", "nothing"])
+def test_a_recomputed_block_computes_its_tiles_twice(around: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(PreNorm(), PreNorm()).double()
+    lengths: list[int] = []
+    for block in model:
+        block.mlp[0].register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    plain = copy.deepcopy(model)
+    tile_modules(plain, find_tiled(plain, plain.named_children()), 3)  # dropout draws in the same order
+    tile_modules(model, find_tiled(model), 3)
+    if around in ("ours", "host", "selective"):
+        store = ActivationStore(torch.device("cpu"), host=True) if around == "host" else None
+        plan = GRANULARITIES["selective"] if around == "selective" else None
+        checkpoint_modules(model, store, plan)
+    x = torch.randn(1, 8, 8).double()
+
+    def gradients_of(model: Any, again: bool) -> list[Tensor]:
+        torch.manual_seed(3)
+        lengths.clear()
+        output = x
+        for block in model:
+            output = torch_checkpoint(block, output, use_reentrant=False) if again else block(output)
+        output = output.square().sum()
+        inputs = list(model.parameters())
+        gradients = torch.autograd.grad(output, inputs, retain_graph=True)
+        second = torch.autograd.grad(output, inputs)
+        torch.testing.assert_close(gradients, second, rtol=0, atol=0)
+        return [output.detach(), *gradients]
+
+    actual = gradients_of(model, around == "torch")
+    assert lengths == [3, 3, 2, 3, 3, 2, *[2, 3, 3] * 4]
+    torch.testing.assert_close(actual, gradients_of(plain, False), rtol=1e-12, atol=1e-14)
 
 
 def test_dropout_is_drawn_alike_in_the_recomputation() -> None:
@@ -233,6 +313,11 @@ def with_average(hidden: Tensor, module: Any) -> Tensor:
     return hidden * module.average.mul_(0.9)
 
 
+def with_new_average(hidden: Tensor, module: Any) -> Tensor:
+    module.average = module.average * 0.9
+    return hidden * module.average
+
+
 class With(Mlp):
     """Layers with a function between them."""
 
@@ -264,8 +349,9 @@ class InPlace(Mlp):
 
 
 def test_code_that_would_change_something_in_each_tile_is_refused() -> None:
-    modules = {"an attribute": With(with_count), "its buffer average": With(with_average), "its argument": InPlace()}
-    for changed, module in modules.items():
+    average = "its buffer average"
+    changes = [(average, With(with_average)), (average, With(with_new_average))]
+    for changed, module in [*changes, ("an attribute", With(with_count)), ("its argument", InPlace())]:
         with pytest.raises(ValueError, match=f"it changes {changed}, which it would in each tile"):
             find_tiled(nn.Sequential(module), [("0", module)])
 

@@ -233,7 +233,7 @@ def move(rows: list[int], mesh: str, further: dict[str, Any]) -> list[Moved]:
     return found
 
 
-@pytest.mark.some(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", VARIANTS)
 def test_bytes_on_the_link_are_those_of_the_formulas_and_of_the_report(hosts: Hosts, name: str) -> None:
     variant, rows = VARIANTS[name], list(range(4))

@@ -73,8 +73,15 @@ def test_auto_is_a_value_where_it_means_something() -> None:
     loaded = Settings.load({"activation_checkpointing": "auto", "context_parallel": {"strategy": "auto"}})
     assert loaded.activation_checkpointing.planned
     assert loaded.context_parallel.strategy == "auto"
-    with pytest.raises(ValueError, match="mesh.pipeline is 2"):
-        Settings.load({"activation_checkpointing": "auto", "mesh": {"pipeline": 2}})
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "said"),
+    [({"recompute": True}, "leave pipeline.recompute out"), ({"schedule": {"file": "own.txt"}}, "name one there")],
+)
+def test_a_plan_of_saved_tensors_refuses_what_it_cannot_count(pipeline: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Settings.load({"activation_checkpointing": "auto", "mesh": {"pipeline": 2}, "pipeline": pipeline})
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -86,9 +86,8 @@ def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
 
 
 # By default vision is compared with one process alone, below: float64 convolutions take longest of all.
-ON_TWO = [
-    pytest.param(name, marks=[pytest.mark.full] if name == "vision" else []) for name in sorted({*SHORT} - {"lora"})
-]
+LONG = ("vision", "dpo")
+ON_TWO = [pytest.param(name, marks=[pytest.mark.full] if name in LONG else []) for name in sorted({*SHORT} - {"lora"})]
 
 
 @pytest.mark.parametrize("name", ON_TWO)

@@ -93,6 +93,7 @@ def test_a_script_trains_as_in_plain_torch(folder: Path, start: list[str], ends:
     assert "a_key_that_nobody_knows" in done.stdout  # what is ignored is said
 
 
+@pytest.mark.full
 def test_a_traceback_begins_in_the_script(folder: Path) -> None:
     arguments = ["--deepspeed_config", "ds.json", "--fail"]
     done = run_command([*ALONE, "train.py", *arguments], cwd=folder)

@@ -29,6 +29,7 @@ def test_a_loss_that_is_not_finite_leaves_an_update_out_without_zero_too(one_ran
     assert (facts.sums(engine), engine.skipped_steps, engine.was_step_applied()) == (before, 1, False)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_model_may_be_initialised_again_when_its_engine_is_gone(stage: int, one_rank: None) -> None:
     recorded = json.loads(RECORDED.read_text())

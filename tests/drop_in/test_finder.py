@@ -100,7 +100,7 @@ def test_every_name_of_the_table_has_a_home(module: str) -> None:
         assert names.remedy(f"{module}.{name}".lstrip(".")) is None, "it is refused as well"
 
 
-@pytest.mark.parametrize("program", [ALIASED, SECOND, UNINSTALLED])
+@pytest.mark.parametrize("program", [pytest.param(ALIASED, marks=pytest.mark.full), SECOND, UNINSTALLED])
 def test_programs_find_the_drop_in(program: str, tmp_path: Path) -> None:
     found = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
 

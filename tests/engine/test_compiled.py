@@ -30,7 +30,7 @@ def build() -> Net:
 SHARDED = {"zero_optimization": {"stage": 3}, **RECOMPUTED}
 CASES = [
     ("eager", SHARDED),
-    ("aot_eager", {}),
+    pytest.param("aot_eager", {}, marks=pytest.mark.full),
     pytest.param("aot_eager", SHARDED, marks=pytest.mark.full),
     # A C++ compiler takes minutes on a busy machine.
     pytest.param("inductor", {}, marks=[pytest.mark.full, pytest.mark.timeout(1200)]),

@@ -208,6 +208,7 @@ def test_compiled_blocks_compute_the_same(backend: str) -> None:
     assert losses(True) == pytest.approx(losses(False), rel=1e-6)
 
 
+@pytest.mark.full
 def test_a_small_decoder_learns_nearly_as_in_bf16() -> None:
     from zeromesh.apps.train.architectures.decoder import Decoder
     from zeromesh.apps.train.train_settings import ModelShape

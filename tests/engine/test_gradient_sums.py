@@ -136,6 +136,7 @@ def trained(stage: int, name: str, watch: str = "") -> tuple[list[torch.Tensor],
     return list(engine.gathered_state_dict().values()), found, sizes, len(calls)
 
 
+@pytest.mark.some(4)
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion"])
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -124,7 +124,7 @@ def test_the_chosen_combinations_hold_every_pair() -> None:
         assert pairs == set(product(FACTORS[one], FACTORS[other]))
 
 
-@pytest.mark.some(12)
+@pytest.mark.some(9)
 @pytest.mark.parametrize("case", [Case(**values) for values in pairwise(USUAL, seed=2)], ids=str)
 def test_every_pair_of_settings_trains_as_one_process_does(case: Case) -> None:
     check(case, run([case])[0])

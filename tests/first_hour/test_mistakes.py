@@ -21,7 +21,7 @@ def test_each_mistake_has_a_name_of_its_own() -> None:
     assert len(names) == len(set(names))
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("mistake", QUICK, ids=[mistake.name for mistake in QUICK])
 def test_a_mistake_is_told_with_its_remedy(mistake: Mistake, tmp_path: Path) -> None:
     run_mistake(mistake, tmp_path)

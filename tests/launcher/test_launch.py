@@ -132,7 +132,7 @@ def test_one_rank_is_this_process() -> None:
     assert found == [5]
 
 
-@pytest.mark.some(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("body", "text"),
     [

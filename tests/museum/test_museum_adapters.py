@@ -110,6 +110,7 @@ def only(state: Weights, part: str) -> Weights:
     return {name: value for name, value in state.items() if part in name}
 
 
+@pytest.mark.full
 def test_adapters_in_blocks_that_are_computed_again_are_trained(trained: Any) -> None:
     # None of them got a gradient, and one of their factors stayed zero.
     right = plain()

@@ -14,7 +14,7 @@ from zeromesh.base.linear_arithmetic import Kept, keeping
 from zeromesh.parallel.pipeline.runtime.interpreter import METHODS, Interpreter, Messages
 from zeromesh.parallel.pipeline.runtime.stage import Stages
 from zeromesh.parallel.pipeline.runtime.weight_gradients import postpone, roots_of
-from zeromesh.parallel.pipeline.schedule.actions import Action, Kind, Schedule, ScheduleError, parse
+from zeromesh.parallel.pipeline.schedule.actions import Kind, Schedule, ScheduleError, parse
 
 WIDTH, MICROBATCHES = 6, 3
 
@@ -154,13 +154,6 @@ def test_actions_without_a_use_or_a_result_are_refused_before_the_first_one(
 def test_a_schedule_without_the_messages_between_its_ranks_is_refused() -> None:
     error = refused("microbatches: 1\nplacement: 0 1\nrank 0: F0.0 B0.0\nrank 1: F1.0 B1.0", rank=1)
     assert "missing action on rank 1 at position 0, F1.0: it needs RA1.0, and there are no messages" in str(error)
-
-
-def test_a_kind_that_is_not_carried_out_is_named_with_its_place_and_what_is_allowed() -> None:
-    order = [Action(Kind.FORWARD, 0, 0), Action("UNSHARD", 0, 0), Action(Kind.BACKWARD, 0, 0)]  # type: ignore[arg-type]
-    with pytest.raises(ScheduleError, match="not carried out on rank 0 at position 1, UNSHARD0.0") as error:
-        run(Schedule(1, (0,), (tuple(order),)))
-    assert "the interpreter carries out F, I, W, B, SA, RA, SG, RG, RECOMPUTE; leave it out" in str(error.value)
 
 
 def test_every_kind_of_action_is_carried_out() -> None:

@@ -134,7 +134,7 @@ def test_stages_of_several_blocks_compute_what_the_model_does(name: str, stages:
     check(model, blocks, min(stages, len(blocks.names)), call, case.tolerance)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "name", ["llama", "gpt2", "bert", *(n for n in HUGGINGFACE if n not in ("llama", "gpt2", "bert"))]
 )

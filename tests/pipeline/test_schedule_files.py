@@ -226,6 +226,7 @@ def test_costs_of_another_number_of_stages_are_refused(tmp_path: Path) -> None:
 # Training.
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("name", "data", "row"), [("bent", 1, 0), ("bent", 2, 2), ("crossed", 1, 1), ("crossed", 2, 3)]
 )

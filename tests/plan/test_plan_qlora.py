@@ -69,6 +69,7 @@ def planned(folder: Path, kind: str) -> Any:
     return asked_model(str(file), "bf16")
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("kind", "byte", "scales"),  # of an element; scales are on every rank
     [("16 bits", 2, 0), ("nf4 double", 0.5, 1 / 64 + 4 / 64 / 256), ("nf4", 0.5, 4 / 64), ("int8", 1, None)],

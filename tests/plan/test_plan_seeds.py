@@ -1,5 +1,7 @@
 """One model on the same node with two kinds of links."""
 
+import pytest
+
 from zeromesh.apps.plan.choose.search import PlanCandidate, search
 from zeromesh.apps.plan.choose.space import ModelLimits, PlanRequest
 from zeromesh.apps.plan.cost.shape import TransformerCost, TransformerShape
@@ -13,6 +15,7 @@ def best(shape: TransformerShape, machine: object, batch: int, sequence: int) ->
     return found
 
 
+@pytest.mark.full
 def test_without_nvlink_a_node_sends_activations_instead_of_parameters() -> None:
     shape = TransformerShape(60, 6656, 52, 32000, width=17920, gated=True, biases=False, tied=False)  # 33 B
     fast, slow = (best(shape, cluster("a100-80gb", 8, inside=link), 8, 2048) for link in ("nvlink3", "pcie4-staged"))

@@ -41,6 +41,7 @@ def found(request: PlanRequest) -> PlanResult:
     return search(request)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("goal", ["time", "memory"])
 @pytest.mark.parametrize(
     "on",

@@ -203,7 +203,7 @@ USUAL = [*(("all in files", name) for name in SETTINGS), ("row 1", "clipped"), (
 REST = [case for case in product(["row 1", "all"], SETTINGS) if case not in USUAL]
 
 
-@pytest.mark.some(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("place", "setting"), [*USUAL, *(pytest.param(*case, marks=pytest.mark.full) for case in REST)]
 )

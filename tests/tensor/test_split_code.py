@@ -117,7 +117,7 @@ def same_as_plain(names: list[str], settings: dict[str, Any]) -> bool:
     ("names", "settings"),
     [
         (["checkpoint of a part"], AGAIN),
-        (["compiled by heads", "condition", "functional_call of another weight", "dataclass"], TENSOR),
+        (["condition", "functional_call of another weight", "dataclass"], TENSOR),
         (["functional_call"], SEQUENCE),
         pytest.param(list(CODES), TENSOR, marks=pytest.mark.full),
         pytest.param(list(CODES), AGAIN, marks=pytest.mark.full),

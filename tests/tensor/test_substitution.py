@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations
 import zeromesh
 from changed_layers import LAYERS
 from harness import on_ranks, run_ranks
+from huggingface_models import MODELS
 from same_training import require_same_training
 from tensor_models import token_pair
 from test_tensor_rules import llama
@@ -323,3 +324,27 @@ def test_hooks_that_are_registered_later_are_refused_where_they_would_get_parts(
         engine.destroy()
         said.append(str(error.value))
     assert all("register the hooks on the module around" in message for message in said)
+
+
+@on_ranks(2, timeout=LIMIT)
+def test_code_that_changes_later_is_refused_where_it_would_get_parts() -> None:
+    model = MODELS["llama"].build()
+    config = {"train_batch_size": 1, "mesh": {"tensor": 2}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine = zeromesh.initialize(model=model, config=config)[0]
+    mlp = engine.module.model.layers[1].mlp
+    ids, gelu, forward = torch.ones(1, 4, dtype=torch.int64), mlp.act_fn, mlp.up_proj.forward
+    mlp.register_forward_hook(lambda *_: None)  # is given what plain torch gives it
+    engine(input_ids=ids)
+    handle = gelu.register_forward_hook(lambda _, args, output: output.softmax(-1))
+    with pytest.raises(ValueError, match=r"inside of model.layers.1.mlp \(LlamaMLP\) have changed"):
+        engine(input_ids=ids)
+    handle.remove()
+    mlp.act_fn = nn.Softmax(-1)
+    with pytest.raises(ValueError, match=r"inside of model.layers.1.mlp \(LlamaMLP\) have changed"):
+        engine(input_ids=ids)
+    mlp.act_fn, mlp.up_proj.forward = gelu, lambda x: forward(x).softmax(-1)
+    with pytest.raises(ValueError, match=r"inside of model.layers.1.mlp \(LlamaMLP\) have changed"):
+        engine(input_ids=ids)
+    mlp.up_proj.forward = forward
+    engine(input_ids=ids)
+    engine.destroy()

@@ -152,7 +152,7 @@ def sentences(step: int) -> tuple[torch.Tensor, torch.Tensor]:
         ({"batch_first": False, "norm_first": True}, {"zero_optimization": {"stage": 3}}, 2),
         ({"activation": "gelu"}, {"tensor_parallel": {"sequence": True}}, 2),
         ({"activation": nn.Softmax(-1)}, {}, 2),
-        ({"batch_first": False}, {"tensor_parallel": {"sequence": True}}, 4),
+        pytest.param({"batch_first": False}, {"tensor_parallel": {"sequence": True}}, 4, marks=pytest.mark.full),
     ],
     ids=["post-norm", "pre-norm, sharded", "sequence", "softmax", "sequence, four ranks"],
 )

@@ -115,6 +115,7 @@ def test_a_resumed_run_keeps_its_layout_whatever_the_machine_is_now(corpus: Path
     assert len(logged_losses(tmp_path / "run")) == 4
 
 
+@pytest.mark.full
 def test_the_report_shows_what_was_foreseen_beside_what_was_measured(
     corpus: Path, tmp_path: Path, machine: str
 ) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from contextlib import suppress
 from enum import IntEnum
+from functools import cache
 from typing import Any
 
 import numpy
@@ -106,7 +107,25 @@ def moved(value: Any, device: torch.device) -> Any:
     """Return nested containers with their tensors on a device; another object moves by a ``to`` of its own."""
     if not tensors_of(value) and not isinstance(value, type) and callable(to := getattr(value, "to", None)):
         return to(device)
-    return map_tensors(value, lambda tensor: tensor.to(device, non_blocking=True))
+    return map_tensors(value, lambda tensor: _moved_tensor(tensor, device))
+
+
+def _moved_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    # Where the source is not page-locked, the copy has read it when this returns.
+    if device.type == "cpu" or tensor.layout is not torch.strided or not tensor.is_pinned():
+        return tensor.to(device, non_blocking=device.type != "cpu")
+    # The host waits for the copy, since whoever has the tensor may change it; not for what the device computes.
+    stream = _copy_stream(device)
+    with stream:
+        result = tensor.to(device, non_blocking=True)
+    stream.synchronize()
+    result.record_stream(torch.accelerator.current_stream(device))
+    return result
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)
 
 
 def plain_numbers(value: Any) -> Any:

@@ -5,11 +5,13 @@ A row names its class by a text, so that settings are read without torch, and no
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from importlib import import_module
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -70,133 +72,31 @@ class OptimizerRow:
         return getattr(import_module(self.module), self.name)
 
 
-_FUSED = "torch's fused update is used if it exists"
-_WIRE = "gradients are exact, and sent in 16 bits with fp16 or bf16"
-_BIAS = "torch's Adam always corrects the bias of its moments"
-_MUP = "pass parameter groups with muP's learning rates to initialize"
-_COMPRESSION = (
-    *("freeze_step", "cuda_aware", "comm_backend_name", "var_freeze_step", "var_update_scaler"),
-    *("local_step_scaler", "local_step_clipper", "pipeline_enable_split"),
-)
-_LAMB = ("coeff_beta", "factor_max", "factor_min", "factor_threshold")
-_FP32_STATES = {"fp32_optimizer_states": OtherParam("it is true or false", (True, False))}
-_GRAD_NONE = {"set_grad_none": OtherParam()}
-_AMSGRAD = {"amsgrad": OtherParam("only Adam and AdamW have it", (False,))}
-_ADAM_PARAMS = {
-    "adam_w_mode": OtherParam(),
-    "torch_adam": OtherParam(),
-    "bias_correction": OtherParam("torch's Adam always corrects the bias; leave it out", (True,)),
-    **_GRAD_NONE,
-    **_FP32_STATES,
-}
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+def _other_param(fields: Mapping[str, Any]) -> OtherParam:
+    return OtherParam(fields.get("remedy", ""), tuple(fields["harmless"]) if "harmless" in fields else None)
 
-_ADAM = OptimizerRow(
-    "torch.optim",
-    "Adam",
-    states=_MOMENTS,
-    more_states=("max_exp_avg_sq",),
-    rule="adam",
-    row_rule="adam",
-    fused=("cpu", "cuda"),
-    other_params=_ADAM_PARAMS,
-    replaces=(
-        ("fusedadam cpuadam deepspeedcpuadam", Counterpart("adam", _FUSED)),
-        ("onebitadam zerooneadam", Counterpart("adam", f"{_WIRE}; {_BIAS}", (*_COMPRESSION, "bias_correction"))),
-        # Adam of the package mup is torch's, whose weight decay is part of the gradient.
-        ("muadam", Counterpart("adam", _MUP, params={"adam_w_mode": False})),
-    ),
-    deepspeed_name="Adam",
-    deepspeed_zero=True,
-)
 
-OPTIMIZERS = [
-    _ADAM,
-    replace(_ADAM, name="AdamW", rule="adamw", replaces=(("muadamw", Counterpart("adamw", _MUP)),)),
-    OptimizerRow(
-        "zeromesh.shard.optim.lamb",
-        "Lamb",
-        Scope.EXCHANGING,
-        states=_MOMENTS,
-        other_params={**_AMSGRAD, "eps_inside_sqrt": OtherParam("eps is added to the root", (False,))},
-        replaces=(
-            ("fusedlamb", Counterpart("lamb", _FUSED)),
-            ("onebitlamb", Counterpart("lamb", _WIRE, _COMPRESSION + _LAMB)),
-        ),
-        deepspeed_name="Lamb",
-    ),
-    OptimizerRow(
-        "zeromesh.shard.optim.lion",
-        "Lion",
-        states=("exp_avg",),
-        rule="lion",
-        other_params=_GRAD_NONE | _FP32_STATES,
-        replaces=(("fusedlion cpulion deepspeedcpulion", Counterpart("lion", _FUSED)),),
-        deepspeed_name="Lion",
-        deepspeed_zero=True,
-    ),
-    OptimizerRow(
-        "torch.optim",
-        "Adagrad",
-        states=("sum",),
-        rule="adagrad",
-        row_rule="adagrad",
-        fused=("cpu",),
-        other_params=_AMSGRAD | _FP32_STATES,
-        replaces=(("cpuadagrad deepspeedcpuadagrad", Counterpart("adagrad", _FUSED)),),
-        deepspeed_name="Adagrad",
-        deepspeed_zero=True,
-    ),
-    OptimizerRow(
-        "torch.optim",
-        "SGD",
-        states=("momentum_buffer",),
-        rule="sgd",
-        row_rule="sgd",
-        # Not fused: with momentum, torch's fails when a parameter's first gradient comes late.
-        replaces=(("musgd", Counterpart("sgd", _MUP)),),
-    ),
-    OptimizerRow(
-        "zeromesh.shard.optim.muon",
-        "Muon",
-        Scope.EXCHANGING,
-        states=("momentum_buffer",),  # of its matrices
-        fused=("cpu", "cuda"),
-        other_params={"ns_method": OtherParam("both compute the same", ("standard", "gram"))},
-        deepspeed_zero=True,
-    ),
-    *(
-        OptimizerRow("torch.optim", name)
-        for name in ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
-    ),
-    OptimizerRow(
-        "torch.optim",
-        "Adafactor",
-        Scope.WHOLE,
-        "it averages over rows and columns; use ZeRO-0 (zero_optimization.stage = 0) without mesh.tensor and "
-        "mesh.expert, or another optimizer such as Lion",
-        reduces_states=True,
-    ),
-    OptimizerRow(
-        "torch.optim",
-        "Muon",
-        Scope.WHOLE,
-        'it orthogonalizes whole matrices; name {"type": "Muon"} in the config, or use ZeRO-0 '
-        "(zero_optimization.stage = 0) without mesh.tensor and mesh.expert",
-    ),
-    OptimizerRow(
-        "torch.optim", "LBFGS", Scope.NEVER, "it evaluates the loss several times per step; use it without an engine"
-    ),
-    OptimizerRow(
-        "torch.optim",
-        "SparseAdam",
-        Scope.NEVER,
-        "it takes sparse gradients alone; use Adam, under which embeddings with sparse=True are updated as by "
-        "SparseAdam",
-        row_rule="adam",
-    ),
-]
-"""All rows; of two with one name, a configuration means the first."""
+def _counterpart(fields: Mapping[str, Any]) -> Counterpart:
+    without = tuple(fields.get("without", "").split())
+    return Counterpart(fields["name"], fields["why"], without, MappingProxyType(fields.get("params", {})))
+
+
+def _row(fields: Mapping[str, Any]) -> OptimizerRow:
+    row = dict(fields) | {
+        "scope": Scope[fields.get("scope", "ELEMENTWISE")],
+        "other_params": {name: _other_param(param) for name, param in fields.get("other_params", {}).items()},
+        "replaces": tuple((names, _counterpart(other)) for names, other in fields.get("replaces", {}).items()),
+    }
+    words = {key: tuple(fields[key].split()) for key in ("states", "more_states", "fused") if key in fields}
+    return OptimizerRow(**(row | words))
+
+
+OPTIMIZERS = [_row(fields) for fields in json.loads(Path(__file__).with_name("optimizers.json").read_text("utf-8"))]
+"""All rows; of two with one name, a configuration means the first.
+
+SGD is not fused: with momentum, torch's fails when a parameter's first gradient comes late. Adam of the package mup is
+torch's, whose weight decay is part of the gradient. States of Muon are those of its matrices.
+"""
 
 UNKNOWN = OptimizerRow("", "", Scope.UNKNOWN)
 

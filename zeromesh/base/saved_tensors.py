@@ -36,10 +36,3 @@ class BlockPlan:
     def moves(self) -> bool:
         """True if a tensor is moved off the device."""
         return Saved.MOVE in (self.inputs, *self.results.values())
-
-
-@dataclass(frozen=True)
-class SavedPlan:
-    """Plans of all checkpointed modules, in their order."""
-
-    blocks: tuple[BlockPlan, ...]

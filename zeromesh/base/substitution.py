@@ -192,3 +192,24 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 KINDS = ("forward_pre", "forward", "backward_pre", "backward")
+
+
+def code_inside(module: nn.Module, apart: Collection[nn.Module]) -> list[Any]:
+    """Return the parts of a module and the functions that they compute with.
+
+    Comparison of two such lists by ``is`` shows whether a user has put other code there; copies of both are alike, too.
+
+    Args:
+        module: any; its own forward and hooks do not count.
+        apart: parts whose hooks do not count.
+    """
+    code: list[Any] = []
+    for part in module.modules():
+        code.append(part)
+        code += [value for name, value in vars(part).items() if callable(value) and name != "forward"]
+        if part is not module:
+            forward = vars(part).get("forward")
+            code += [] if forward is None or of_library(forward) else [forward]
+        if part is not module and part not in apart:
+            code += [hook for kind in KINDS for hook, _ in user_hooks(part, kind)]
+    return code

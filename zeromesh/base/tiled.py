@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +84,7 @@ class TiledLinear(nn.Module):
                 )
         self.in_features, self.out_features = in_features, out_features
         self.in_sizes, self.out_sizes = _sizes(in_features, in_splits), _sizes(out_features, out_splits)
-        self.tiles = nn.ModuleList(
+        self.tiles: Any = nn.ModuleList(
             nn.ModuleList(
                 Tile(inputs, outputs, bias and column == 0, in_features, device, dtype)
                 for column, inputs in enumerate(self.in_sizes)
@@ -99,12 +100,10 @@ class TiledLinear(nn.Module):
         tiled = cls(*sizes, bias is not None, in_splits, out_splits, device="meta", dtype=weight.dtype)
         tiled.train(linear.training)
         for row, weights in zip(tiled.tiles, weight.detach().split(tiled.out_sizes), strict=True):
-            assert isinstance(row, nn.ModuleList)
             for tile, part in zip(row, weights.split(tiled.in_sizes, 1), strict=True):
                 tile.register_parameter("weight", nn.Parameter(part.clone(), weight.requires_grad))
         if bias is not None:
             for row, part in zip(tiled.tiles, bias.detach().split(tiled.out_sizes), strict=True):
-                assert isinstance(row, nn.ModuleList)
                 row[0].register_parameter("bias", nn.Parameter(part.clone(), bias.requires_grad))
         return tiled
 
@@ -113,7 +112,6 @@ class TiledLinear(nn.Module):
         parts = x.split(self.in_sizes, -1)
         rows = []
         for row in self.tiles:
-            assert isinstance(row, nn.ModuleList)
             # From left to right: a fixed order makes sums equal on all runs.
             total = row[0](parts[0])  # the first tile of a row has the bias
             for tile, part in zip(row[1:], parts[1:], strict=True):

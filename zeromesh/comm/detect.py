@@ -202,12 +202,7 @@ def _place(env: Mapping[str, str], row: Launcher, rank: int, world_size: int) ->
 
 
 def _numbers(local_rank: int, node_rank: int, local_world_size: int, node_count: int) -> dict[str, Any]:
-    return {
-        "local_rank": local_rank,
-        "node_rank": node_rank,
-        "local_world_size": local_world_size,
-        "node_count": node_count,
-    }
+    return dict(local_rank=local_rank, node_rank=node_rank, local_world_size=local_world_size, node_count=node_count)
 
 
 def _tasks(env: Mapping[str, str], row: Launcher, world_size: int) -> list[int]:

@@ -203,14 +203,6 @@ def _take_device(environment: Environment, backend: str) -> torch.device:
     return device
 
 
-def _choose_interface(environment: Environment) -> None:
-    if environment.one_node:
-        interface.stay_on_loopback()
-    elif (name := interface.interface_to(environment.master_address, environment.master_port)) is not None:
-        # Left alone gloo looks up the machine's own name, which may be that of loopback or of another network.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-
-
 def _publish(environment: Environment) -> None:
     """Set the variables of this rank's place that are not there, for programs that read them, and for ``detect``."""
     numbers = {name: getattr(environment, name) for name in ("rank", "world_size", "local_rank")}
@@ -248,7 +240,11 @@ def _start(
         except (ValueError, RuntimeError) as error:
             problem = error
         nodes.start_together(environment, store, problem)
-    _choose_interface(environment)
+    if environment.one_node:
+        interface.stay_on_loopback()
+    elif (name := interface.interface_to(environment.master_address, environment.master_port)) is not None:
+        # Left alone gloo looks up the machine's own name, which may be that of loopback or of another network.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     # gloo connects all ranks now, which must not take as long as a collective may. The store has that limit, too.
     connects = backend == "gloo" and several
     left = max(timedelta(seconds=1), limit - timedelta(seconds=time.monotonic() - began))

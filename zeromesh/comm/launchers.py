@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 ALONE = "ZEROMESH_ALONE"
 """Variable that, set to 1, makes a process a run of its own, whatever a launcher says."""
 FILE = "file://"  # what the place of a rendezvous begins with that is a file in place of a host
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
-STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
 
 DEFAULT_PORT = 29500  # torchrun's, where ranks know the master's address and no port
 
@@ -70,92 +71,19 @@ class Launcher:
         return {name: env[name] for name in dict.fromkeys(names) if name in env}
 
 
-TORCHRUN = Launcher(
-    name="torchrun",
-    command="torchrun",
-    marks=("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-    rank=("RANK",),
-    local_rank=("LOCAL_RANK",),
-    node_rank=("GROUP_RANK", "NODE_RANK"),  # the latter of Ray Train
-    world_size=("WORLD_SIZE",),
-    local_world_size=("LOCAL_WORLD_SIZE",),
-    node_count=("GROUP_WORLD_SIZE",),
-    master=MASTER,
-)
+def _row(fields: Mapping[str, Any]) -> Launcher:
+    words = {name: tuple(text.split()) for name, text in fields.items() if isinstance(text, str)}
+    return Launcher(**{**fields, **words, "name": fields["name"], "command": fields["command"]})
 
 
-def _numbered(name: str, command: str, prefix: str) -> Launcher:
-    """Return the row of a launcher that sets PREFIX_RANK, _SIZE, _LOCAL_RANK and _LOCAL_SIZE."""
-    rank, size, local_rank, local_size = (f"{prefix}_{end}" for end in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-    return Launcher(
-        name,
-        command,
-        marks=(rank, size, local_rank, local_size),
-        rank=(rank,),
-        world_size=(size,),
-        local_rank=(local_rank,),
-        local_world_size=(local_size,),
-    )
+LAUNCHERS = tuple(map(_row, json.loads(Path(__file__).with_name("launchers.json").read_text(encoding="utf-8"))))
+"""Launchers in the order in which they are looked for: one that another one started knows more of its processes.
 
+``srun --mpi=pmi2`` and Flux set PMI_RANK too, so this alone is taken for MPI's only where there is neither. Of Slurm's
+variables those of the job come last: a step may have fewer nodes and tasks.
+"""
 
-OPEN_MPI = _numbered("open mpi", "Open MPI's mpiexec", "OMPI_COMM_WORLD")
-MVAPICH2 = _numbered("mvapich2", "MVAPICH2's mpirun_rsh", "MV2_COMM_WORLD")
-JSRUN = _numbered("jsrun", "jsrun", "JSM_NAMESPACE")
-HOROVODRUN = _numbered("horovodrun", "horovodrun", "HOROVOD")
-
-MPICH = Launcher(
-    name="mpich",
-    command="the mpiexec of MPICH or Intel MPI",
-    marks=("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    rank=("PMI_RANK",),
-    local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-    world_size=("PMI_SIZE",),
-    local_world_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-)
-
-SLURM = Launcher(
-    name="slurm",
-    command="srun",
-    marks=(*STEP, "SLURM_PROCID"),
-    rank=("SLURM_PROCID",),
-    local_rank=("SLURM_LOCALID",),
-    node_rank=("SLURM_NODEID",),
-    # The variables of the job come last: a step may have fewer nodes and tasks.
-    world_size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
-    tasks_per_node=("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
-    node_count=("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
-    hosts=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
-    job=("SLURM_JOB_ID", "SLURM_JOBID"),
-    step=STEP,
-)
-
-FLUX = Launcher(
-    name="flux",
-    command="flux run",
-    marks=("FLUX_TASK_RANK",),
-    rank=("FLUX_TASK_RANK",),
-    local_rank=("FLUX_TASK_LOCAL_ID",),
-    world_size=("FLUX_JOB_SIZE",),
-    node_count=("FLUX_JOB_NNODES",),
-)
-
-SKYPILOT = Launcher(
-    name="skypilot",
-    command="SkyPilot",
-    marks=("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"),
-    rank=("SKYPILOT_NODE_RANK",),
-    world_size=("SKYPILOT_NUM_NODES",),
-    hosts=("SKYPILOT_NODE_IPS",),
-    one_per_node=True,
-)
-
-# In the order in which they are looked for: a launcher that another one started knows more of its processes.
-# ``srun --mpi=pmi2`` and Flux set PMI_RANK too, so this alone is taken for MPI's only where there is neither.
-LAUNCHERS = (
-    *(TORCHRUN, OPEN_MPI, MVAPICH2, MPICH, JSRUN, HOROVODRUN, SLURM, FLUX),
-    replace(MPICH, marks=("PMI_RANK", "PMI_SIZE")),
-    SKYPILOT,
-)
+TORCHRUN, OPEN_MPI, MVAPICH2, MPICH, *_ = LAUNCHERS
 
 MPI = (OPEN_MPI.name, MPICH.name, MVAPICH2.name)
 

@@ -1,6 +1,6 @@
 """Answers of DeepSpeed's engine to questions about the configuration: a table from its methods to keys.
 
-A row has the path of a key of ``DEFAULTS``, or a function of the settings where the answer is ours to resolve.
+A row has the path of a key of ``DEFAULTS``, or a function of what was asked where the answer is ours to resolve.
 Keys that have no effect here are answered as they were written: a program may act on them.
 """
 
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
-from zeromesh.config.deepspeed_defaults import DEFAULTS, SECTIONS
+from zeromesh.config.deepspeed_defaults import ANSWERED, DEFAULTS, RESOLVED
 from zeromesh.config.document import is_unset
 from zeromesh.config.errors import ConfigError
 from zeromesh.config.settings import Resolved, Settings
@@ -36,9 +37,9 @@ Answer = str | Callable[[Asked], Any]
 _ZERO = "zero_optimization"
 
 
-def _compute(asked: Asked, name: str) -> bool:
-    section = getattr(asked.settings, name)
-    return bool(section.enabled)
+def _of_settings(path: str) -> Answer:
+    value = attrgetter(path)
+    return lambda asked: value(asked.settings)
 
 
 def _tag_validation(asked: Asked) -> str:
@@ -64,74 +65,30 @@ def _scale_options(asked: Asked) -> dict[str, Any] | None:
 
 
 ANSWERS: dict[str, Answer] = {
-    **{
-        f"{section.removesuffix('_optimization')}_{key.removeprefix('stage3_')}": f"{section}.{key}"
-        for section, defaults in SECTIONS.items()
-        for key in defaults
-    },
-    "fp16_enabled": lambda asked: _compute(asked, "fp16"),
-    "bfloat16_enabled": lambda asked: _compute(asked, "bf16"),
-    "torch_autocast_enabled": lambda asked: _compute(asked, "torch_autocast"),
-    "torch_autocast_dtype": lambda asked: asked.settings.precision.autocast,
-    "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
+    **ANSWERED,
+    **{name: _of_settings(path) for name, path in RESOLVED.items()},
     "fp16_auto_cast": lambda asked: asked.settings.fp16.auto_cast if asked.settings.fp16.enabled else None,
-    "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
-    "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
-    "bf16_optimizer_states": "bf16.bf16_optimizer_states",
     "dynamic_loss_scale": lambda asked: asked.settings.fp16.loss_scale == 0,
     "initial_dynamic_scale": lambda asked: 2**asked.settings.fp16.initial_scale_power,
     "dynamic_loss_scale_args": _scale_options,
-    "gradient_clipping": lambda asked: asked.settings.gradient_clipping,
-    "gradient_predivide_factor": "gradient_predivide_factor",
     "postscale_gradients": lambda asked: not asked.settings.prescale_gradients,
-    "managed_gradient_accumulation": "managed_gradient_accumulation",
-    "steps_per_print": lambda asked: asked.settings.steps_per_print,
-    "wall_clock_breakdown": lambda asked: asked.settings.wall_clock_breakdown,
-    "memory_breakdown": "memory_breakdown",
-    "dump_state": "dump_state",
-    "log_level": "log_level",
-    "is_sanity_checks_enabled": "enable_sanity_checks",
-    "dataloader_drop_last": lambda asked: asked.settings.dataloader_drop_last,
     "optimizer_name": lambda asked: asked.settings.optimizer and asked.settings.optimizer.type.lower(),
     "optimizer_params": lambda asked: asked.settings.optimizer and dict(asked.settings.optimizer.params),
-    "optimizer_legacy_fusion": "optimizer.legacy_fusion",
     "scheduler_name": lambda asked: asked.settings.scheduler and asked.settings.scheduler.type,
     "scheduler_params": lambda asked: asked.settings.scheduler and dict(asked.settings.scheduler.params),
     "checkpoint_tag_validation_enabled": lambda asked: _tag_validation(asked) != "ignore",
     "checkpoint_tag_validation_fail": lambda asked: _tag_validation(asked) == "fail",
-    "load_universal_checkpoint": "checkpoint.load_universal",
-    "use_node_local_storage": "checkpoint.use_node_local_storage",
-    "checkpoint_serialization_enabled": "checkpoint.checkpoint_serialization",
     "checkpoint_writer_enabled": lambda asked: asked.value("checkpoint.writer", None) is not None,
-    "data_efficiency_enabled": "data_efficiency.enabled",
-    "data_efficiency_config": "data_efficiency",
-    "data_sampling_enabled": "data_efficiency.data_sampling.enabled",
-    "data_sampling_config": "data_efficiency.data_sampling",
-    "curriculum_learning_enabled": "data_efficiency.data_sampling.curriculum_learning.enabled",
-    "curriculum_learning_config": "data_efficiency.data_sampling.curriculum_learning",
-    "random_ltd_enabled": "data_efficiency.data_routing.random_ltd.enabled",
-    "random_ltd_config": "data_efficiency.data_routing.random_ltd",
     "autotuning_profile_model_info": lambda asked: asked.value("autotuning.model_info", {}).get("profile", False),
     "zero_optimization": lambda asked: asked.settings.zero_optimization.stage > 0,
-    "zero_optimization_stage": lambda asked: asked.settings.zero_optimization.stage,
     "zero_optimization_partition_gradients": lambda asked: asked.settings.zero_optimization.stage >= 2,
     "zero_optimization_partition_weights": lambda asked: asked.settings.zero_optimization.stage >= 3,
-    "zero_allow_untested_optimizer": lambda asked: asked.settings.zero_allow_untested_optimizer,
-    "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
     "zero_offload_optimizer": lambda asked: _section(asked.settings.zero_optimization.offload_optimizer),
     "zero_offload_param": lambda asked: _section(asked.settings.zero_optimization.offload_param),
     "zero_use_cpu_optimizer": lambda asked: asked.settings.zero_optimization.optimizer_device != "none",
     "zero_cpu_offload": lambda asked: asked.settings.zero_optimization.optimizer_device == "cpu",
     "zero_nvme_offload_optimizer": lambda asked: asked.settings.zero_optimization.optimizer_device == "nvme",
-    "zero_partial_offload": lambda asked: asked.settings.zero_optimization.offload_ratio,
-    "super_offload": lambda asked: asked.settings.zero_optimization.row_options.super_offload,
-    "zero_multi_rank_bucket_allreduce": f"{_ZERO}.use_multi_rank_bucket_allreduce",
-    "zero_quantized_nontrainable_weights": f"{_ZERO}.zero_quantized_nontrainable_weights",
-    "cpuadam_cores_perc": f"{_ZERO}.offload_optimizer.cpuadam_cores_perc",
     "zero_overlap_comm": lambda asked: asked.value(f"{_ZERO}.overlap_comm", asked.settings.zero_optimization.stage > 2),
-    "zero_hpz_partition_size": lambda asked: asked.settings.zero_optimization.zero_hpz_partition_size,
-    "zero_quantized_weights": lambda asked: asked.settings.zero_optimization.zero_quantized_weights,
-    "zero_quantized_gradients": lambda asked: asked.settings.zero_optimization.zero_quantized_gradients,
     "aio_config": lambda asked: _section(asked.settings.aio),
     "tensor_parallel_config": lambda asked: _section(asked.settings.tensor_parallel),
     "autotp_size": lambda asked: (

@@ -360,12 +360,10 @@ class Wandb(Section):
     project: str = key("deepspeed", "Project of the run.")
 
 
-class CsvMonitor(Section):
+class CsvMonitor(TensorBoard):
     """Metrics as CSV files."""
 
     enabled: bool = key(False, "Write metrics after every update, one file for each.")
-    output_path: str = key("", "Folder of the jobs, relative to the folder in which the run starts.")
-    job_name: str = key("DeepSpeedJobName", "Folder of this job inside output_path.")
 
 
 class FlopsProfiler(Section):

@@ -82,20 +82,21 @@ REFUSALS: list[Refusal[Any]] = [
     ),
     *[
         (
-            lambda s, key=key: s.activation_checkpointing.planned and getattr(s.activation_checkpointing, key),
-            f'activation_checkpointing.granularity is "auto", and {what}; leave activation_checkpointing.{key} out, or '
-            'set granularity to "full" or "selective"',
+            lambda s, read=attrgetter(key): s.activation_checkpointing.planned and read(s),
+            f'activation_checkpointing.granularity is "auto", and {what}; leave {key} out, or set granularity to '
+            '"full" or "selective"',
         )
         for key, what in {
-            "targets": "the planner plans for the blocks that it finds itself",
-            "cpu_checkpointing": "the planner chooses itself what is moved to the host",
-            "partition_activations": "the planner does not divide inputs among ranks",
+            "activation_checkpointing.targets": "the planner plans for the blocks that it finds itself",
+            "activation_checkpointing.cpu_checkpointing": "the planner chooses itself what is moved to the host",
+            "activation_checkpointing.partition_activations": "the planner does not divide inputs among ranks",
+            "pipeline.recompute": "the planner chooses itself what stages compute again",
         }.items()
     ],
     (
-        lambda s: s.activation_checkpointing.planned and s.model_sizes["pipeline"] > 1,
-        'activation_checkpointing.granularity is "auto" and mesh.pipeline is {s.model_sizes[pipeline]}, whose stages '
-        'hold different numbers of micro-batches; set granularity to "full" or "selective", or mesh.pipeline to 1',
+        lambda s: s.activation_checkpointing.planned and not isinstance(s.pipeline.schedule, str),
+        'activation_checkpointing.granularity is "auto", and the planner counts the micro-batches of named schedules; '
+        'pipeline.schedule is a file: name one there, or set granularity to "full" or "selective"',
     ),
     (
         lambda s: s.fp16.enabled and s.bf16.enabled,

@@ -24,47 +24,11 @@ _TABLES = json.loads(Path(__file__).with_name("special_keys.json").read_text(enc
 OURS: tuple[str, ...] = (*" ".join(_TABLES["ours"]).split(), *APPLICATIONS)
 """Keys that DeepSpeed does not have."""
 
-PLACES = {
-    "lr": "optimizer.params.lr",
-    "learning_rate": "optimizer.params.lr",
-    "weight_decay": "optimizer.params.weight_decay",
-    "warmup_steps": "scheduler.params.warmup_num_steps",
-    "warmup_num_steps": "scheduler.params.warmup_num_steps",
-    "steps": "run.steps",
-    "max_steps": "run.steps",
-    "num_train_epochs": "run.epochs",
-    "output": "run.output",
-    "output_dir": "run.output",
-    "batch": "train_batch_size",
-    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
-    "max_grad_norm": "gradient_clipping",
-}
+PLACES: dict[str, str] = {name: path for path, names in _TABLES["places"].items() for name in names.split()}
 """Keys that people look for at the top level, by names that other trainers give them."""
 
-RENAMED: dict[str, str] = {
-    "bfloat16": "bf16",
-    "tensor_parallel.tp": "tensor_parallel.tensor_parallel",
-    "tensor_parallel.kernel_inject": "tensor_parallel.replace_with_kernel_inject",
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    ),
-    # DeepSpeed reads the keys of stage 3 under both names.
-    **{
-        f"zero_optimization.{name}": f"zero_optimization.stage3_{name}"
-        for name in (
-            "prefetch_bucket_size",
-            "param_persistence_threshold",
-            "model_persistence_threshold",
-            "max_live_parameters",
-            "max_reuse_distance",
-            "gather_16bit_weights_on_model_save",
-            "module_granularity_threshold",
-            "use_all_reduce_for_fetch_params",
-            "allgather_sequential",
-        )
-    },
-}
-"""Other names of a key, to the one that is used here."""
+RENAMED: dict[str, str] = _TABLES["renamed"]
+"""Other names of a key, to the one that is used here. DeepSpeed reads the keys of stage 3 under both names."""
 
 WITHOUT_EFFECT: dict[str, str] = {
     key: reason for reason, keys in _TABLES["without_effect"].items() for key in keys.split()

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import nn
 
 from zeromesh.engine import owners
 
 _SAFE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-
-def is_autocast_initialized() -> bool:
-    """Return whether the newest engine computes under autocast."""
-    return _dtype(owners.newest_engine()) is not None
 
 
 def get_autocast_dtype() -> torch.dtype | None:
@@ -35,11 +28,6 @@ def get_comm_dtype(param: nn.Parameter) -> torch.dtype:
     """Return the dtype of autocast for such a parameter, and its own for others."""
     dtype = _dtype(owners.engine_of(param)) if has_comm_dtype(param) else None
     return dtype or param.dtype
-
-
-def get_all_comm_dtypes(params: Iterable[nn.Parameter]) -> set[torch.dtype]:
-    """Return the dtypes of parameters, as ``get_comm_dtype``."""
-    return {get_comm_dtype(param) for param in params}
 
 
 def _dtype(engine: object) -> torch.dtype | None:

@@ -14,16 +14,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from zeromesh.base.signatures import refuse
 from zeromesh.config.engine_answers import Asked, answer
 from zeromesh.deepspeed.engine_weights import Weights
+from zeromesh.deepspeed.names import ENGINE_REFUSED
 from zeromesh.deepspeed.parameters import ParameterOffload
-from zeromesh.deepspeed.questions import (
-    ATTRIBUTES,
-    REFUSED,
-    AnsweredConfig,
-    CallableScale,
-    Throughput,
-    data_seed,
-    methods,
-)
+from zeromesh.deepspeed.questions import ATTRIBUTES, AnsweredConfig, CallableScale, Throughput, data_seed, methods
 from zeromesh.deepspeed.wrappers import attributes
 from zeromesh.engine.batches import check_loss
 from zeromesh.engine.delegation import of_part
@@ -33,24 +26,13 @@ from zeromesh.engine.state import EngineState
 from zeromesh.shard.optim.bound import name_values
 from zeromesh.shard.store import aside
 
+OffloadDeviceEnum = StrEnum("OffloadDeviceEnum", ["none", "cpu", "nvme"])
+"""Memory that states are moved to."""
 
-class OffloadDeviceEnum(StrEnum):
-    """Memory that states are moved to."""
-
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
-
-
-class OffloadStateTypeEnum(StrEnum):
-    """Kinds of states that can be moved."""
-
-    optim_states = "optim_states"
-    hp_params = "hp_params"
-    lp_params = "lp_params"
-    lp_grads = "lp_grads"
-    contiguous_grad_buffer = "contiguous_grad_buffer"
-
+OffloadStateTypeEnum = StrEnum(
+    "OffloadStateTypeEnum", ["optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer"]
+)
+"""Kinds of states that can be moved."""
 
 _KINDS = {
     OffloadStateTypeEnum.optim_states: aside.OPTIMIZER,
@@ -119,8 +101,8 @@ class DeepSpeedEngine(Engine, nn.Module):
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        if name in REFUSED:
-            raise AttributeError(f"{type(self).__name__}.{name} cannot be honoured: {REFUSED[name]}")
+        if name in ENGINE_REFUSED:
+            raise AttributeError(f"{type(self).__name__}.{name} cannot be honoured: {ENGINE_REFUSED[name]}")
         try:
             return nn.Module.__getattr__(self, name)  # a module or a parameter that a user has put on the engine
         except AttributeError:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from zeromesh.base.machine import live_bytes, memory, peak_bytes
-from zeromesh.base.signatures import refuse
 from zeromesh.comm.environment import default_backend
 
 Function = Callable[..., Any]
@@ -119,17 +118,7 @@ _BOTH: dict[str, Any] = {
     "random": lambda: torch.random,
     "amp": lambda: torch.amp,
     "is_fp64_supported": lambda: True,
-    "lazy_call": lambda callback: callback(),
-    "pin_memory_alignment": lambda: 1,
-    "unpin_memory": lambda tensor: tensor,
-    "export_envs": lambda: ["NCCL", "GLOO", "OMP"],
-    "visible_devices_envs": lambda: ["CUDA_VISIBLE_DEVICES"],
     "is_triton_supported": lambda: torch.cuda.is_available(),
-    "prefer_triton_grouped_mm": lambda: False,
-    "capture_to_graph": lambda graph, pool=None, stream=None: (
-        nullcontext() if graph is None else torch.cuda.graph(graph, pool, stream)
-    ),
-    "replay_graph": lambda graph: None if graph is None else graph.replay(),
 }
 
 _ON_CPU: dict[str, Any] = {
@@ -146,7 +135,7 @@ _ON_CPU: dict[str, Any] = {
     **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"), _ignore),
     # There are no streams: all is in order.
     **dict.fromkeys(("Stream", "Event"), None),
-    **dict.fromkeys(("current_stream", "default_stream", "create_graph"), _ignore),
+    **dict.fromkeys(("current_stream", "default_stream"), _ignore),
     "stream": lambda stream: nullcontext(),
     "is_current_stream_capturing": lambda: False,
     **dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached"), _resident),
@@ -188,7 +177,6 @@ _ON_DEVICE: dict[str, Any] = {
         ("reset_max_memory_allocated", "reset_max_memory_cached"),
         lambda device_index=None: torch.cuda.reset_peak_memory_stats(device_index),
     ),
-    "create_graph": lambda: torch.cuda.CUDAGraph(),
     "range_push": lambda msg, domain=None, category=None: torch.cuda.nvtx.range_push(msg),
     "range_pop": lambda domain=None: torch.cuda.nvtx.range_pop(),
 }
@@ -205,17 +193,6 @@ def get_accelerator() -> DeviceInterface:
             f"DS_ACCELERATOR is {wanted!r}, but this machine has {device}; set it to 'cpu', or leave it out"
         )
     return DeviceInterface("cpu" if device is None or wanted == "cpu" else device.type)
-
-
-def is_current_accelerator_supported() -> bool:
-    """Return whether models can be trained on the device of this process."""
-    return get_accelerator().device_name() in torch.distributed.Backend.default_device_backend_map
-
-
-def set_accelerator(accel_obj: Any) -> None:
-    """Accept the accelerator of this process; another one cannot be set."""
-    advice = "the device is torch's accelerator; set DS_ACCELERATOR=cpu in the environment for the CPU"
-    refuse("set_accelerator", "accel_obj", accel_obj, advice, get_accelerator())
 
 
 def set_random_seed(seed: int) -> None:

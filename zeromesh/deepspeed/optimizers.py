@@ -7,11 +7,13 @@ otherwise.
 
 from __future__ import annotations
 
+import inspect
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import ParamsT
 
 from zeromesh.base.signatures import refuse
 from zeromesh.deepspeed.wrappers import Named
@@ -19,11 +21,18 @@ from zeromesh.shard.optim.bound import PartHook
 from zeromesh.shard.optim.lamb import Lamb
 from zeromesh.shard.optim.lion import Lion
 
-_BIAS = "torch's Adam always corrects the bias; leave it out"
 _NARROW = (torch.float16, torch.bfloat16)
-_NONE = "leave it out, and call zero_grad(set_to_none=False)"
-
-Betas = tuple[float, float]
+_CONSTRUCTORS = json.loads(Path(__file__).with_name("optimizers.json").read_text(encoding="utf-8"))
+_RENAMED = dict.fromkeys(("adam_w_mode", "adamw_mode"), "decoupled_weight_decay")
+_FP32_STATES = "fp32_optimizer_states"
+_ADVICE = {
+    "bias_correction": "torch's Adam always corrects the bias; leave it out",
+    "set_grad_none": "leave it out, and call zero_grad(set_to_none=False)",
+    "amsgrad": "only Adam and AdamW have it; leave it out",
+    "eps_inside_sqrt": "eps is added to the root; leave it out",
+    "max_grad_norm": "set gradient_clipping in the configuration",
+}
+"""Parameters that some base lacks, and what to do instead."""
 
 
 def _keep_fp32(optimizer: Optimizer) -> None:
@@ -83,143 +92,47 @@ def _move(states: Any, source: torch.Tensor, target: torch.Tensor) -> None:
         states[target] = states.pop(source)
 
 
-class FusedAdam(torch.optim.Adam, metaclass=Named):
-    """Adam, with decoupled weight decay (AdamW) unless ``adam_w_mode`` is False.
+def _with_constructor(name: str, base: type[Optimizer]) -> Any:
+    """Return a class of this name that adds DeepSpeed's constructor to ``base``; see ``optimizers.json``.
 
-    Raises:
-        ValueError: ``bias_correction`` or ``set_grad_none`` is False.
+    The constructor raises ValueError for a parameter that ``base`` lacks, unless it has its default.
     """
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    (first, _), *defaults = _CONSTRUCTORS[name].items()
+    parameters = [inspect.Parameter(key, kind, default=_value(default)) for key, default in defaults]
+    signature = inspect.Signature([inspect.Parameter(key, kind) for key in ("self", first)] + parameters)
+    taken = inspect.signature(base).parameters
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: Betas = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        set_grad_none: bool = True,
-    ) -> None:
-        refuse("FusedAdam", "bias_correction", bias_correction, _BIAS, True)
-        refuse("FusedAdam", "set_grad_none", set_grad_none, _NONE, True)
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=adam_w_mode)
-
-
-class DeepSpeedCPUAdam(torch.optim.Adam, metaclass=Named):
-    """Adam as ``FusedAdam``; an engine updates with the native kernel what is offloaded to the host.
-
-    Raises:
-        ValueError: ``bias_correction`` is False.
-    """
-
-    def __init__(
-        self,
-        model_params: ParamsT,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: Betas = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        adamw_mode: bool = True,
-        fp32_optimizer_states: bool = True,
-    ) -> None:
-        refuse("DeepSpeedCPUAdam", "bias_correction", bias_correction, _BIAS, True)
-        super().__init__(model_params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=adamw_mode)
-        if fp32_optimizer_states:
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        del bound.arguments["self"]
+        members, keeps_fp32 = bound.arguments.pop(first), bound.arguments.pop(_FP32_STATES, False)
+        options = {_RENAMED.get(key, key): value for key, value in bound.arguments.items()}
+        for key in [key for key in options if key not in taken]:
+            default = signature.parameters[key].default
+            value = options.pop(key)
+            refuse(name, key, float(value) if type(default) is float else value, _ADVICE[key], default)
+        base.__init__(self, members, **options)
+        if keeps_fp32:
             _keep_fp32(self)
 
-
-class DeepSpeedCPUAdagrad(torch.optim.Adagrad, metaclass=Named):
-    """Torch's Adagrad.
-
-    Raises:
-        ValueError: ``amsgrad`` is True.
-    """
-
-    def __init__(
-        self,
-        model_params: ParamsT,
-        lr: float = 1e-2,
-        eps: float = 1e-10,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        fp32_optimizer_states: bool = True,
-    ) -> None:
-        refuse("DeepSpeedCPUAdagrad", "amsgrad", amsgrad, "only Adam and AdamW have it; leave it out", False)
-        super().__init__(model_params, lr=lr, weight_decay=weight_decay, eps=eps)
-        if fp32_optimizer_states:
-            _keep_fp32(self)
+    vars(construct)["__signature__"] = signature
+    namespace = {"__init__": construct, "__module__": __name__, "__doc__": base.__doc__}
+    return Named(name, (base,), namespace)
 
 
-class FusedLion(Lion, metaclass=Named):
-    """Lion with decoupled weight decay.
-
-    Raises:
-        ValueError: ``set_grad_none`` is False.
-    """
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-3,
-        betas: Betas = (0.9, 0.999),
-        weight_decay: float = 0.0,
-        set_grad_none: bool = True,
-    ) -> None:
-        refuse("FusedLion", "set_grad_none", set_grad_none, _NONE, True)
-        super().__init__(params, lr, betas, weight_decay)
+def _value(default: Any) -> Any:
+    return tuple(default) if isinstance(default, list) else default
 
 
-class DeepSpeedCPULion(Lion, metaclass=Named):
-    """Lion as ``FusedLion``."""
+FusedAdam = _with_constructor("FusedAdam", torch.optim.Adam)
+"""Adam, with decoupled weight decay (AdamW) unless ``adam_w_mode`` is False."""
 
-    def __init__(
-        self,
-        model_params: ParamsT,
-        lr: float = 1e-3,
-        betas: Betas = (0.9, 0.999),
-        weight_decay: float = 0.0,
-        fp32_optimizer_states: bool = True,
-    ) -> None:
-        super().__init__(model_params, lr, betas, weight_decay)
-        if fp32_optimizer_states:
-            _keep_fp32(self)
+DeepSpeedCPUAdam = _with_constructor("DeepSpeedCPUAdam", torch.optim.Adam)
+"""Adam as ``FusedAdam``; an engine updates with the native kernel what is offloaded to the host."""
 
-
-class FusedLamb(Lamb, metaclass=Named):
-    """LAMB.
-
-    Raises:
-        ValueError: ``eps_inside_sqrt`` or ``amsgrad`` is True, or ``max_grad_norm`` is not 0.
-    """
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: Betas = (0.9, 0.999),
-        eps: float = 1e-8,
-        eps_inside_sqrt: bool = False,
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 0.0,
-        max_coeff: float = 10.0,
-        min_coeff: float = 0.01,
-        amsgrad: bool = False,
-    ) -> None:
-        refuse("FusedLamb", "eps_inside_sqrt", eps_inside_sqrt, "eps is added to the root; leave it out", False)
-        refuse("FusedLamb", "max_grad_norm", float(max_grad_norm), "set gradient_clipping in the configuration", 0.0)
-        refuse("FusedLamb", "amsgrad", amsgrad, "only Adam and AdamW have it; leave it out", False)
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            bias_correction=bias_correction,
-            max_coeff=max_coeff,
-            min_coeff=min_coeff,
-        )
+DeepSpeedCPUAdagrad = _with_constructor("DeepSpeedCPUAdagrad", torch.optim.Adagrad)
+FusedLion = _with_constructor("FusedLion", Lion)
+DeepSpeedCPULion = _with_constructor("DeepSpeedCPULion", Lion)
+FusedLamb = _with_constructor("FusedLamb", Lamb)

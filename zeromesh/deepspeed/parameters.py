@@ -38,10 +38,6 @@ _NUMBERS: Any = WeakIdKeyDictionary()  # ``ds_id``, given when it is first asked
 _next = count()
 
 
-partitioned_param_data_shape = [0]
-"""Shape of a parameter in parts in DeepSpeed, for programs that import it; here a parameter keeps its own."""
-
-
 class ZeroParamStatus(Enum):
     """State of a parameter under ZeRO-3."""
 
@@ -314,9 +310,6 @@ class ParameterOffload:
         """Accept what puts DeepSpeed's hooks back."""
 
     _register_hooks_recursively = _register_deepspeed_module
-
-    def setup_zero_stage3_hooks(self) -> None:
-        """Accept what puts DeepSpeed's hooks back."""
 
     def empty_partition_cache(self) -> None:
         """Give up the memory of gathered parameters. Collective."""

@@ -66,20 +66,10 @@ class PipeSchedule(ABC):
     def __iter__(self) -> Steps:
         return self.steps()
 
-    def _valid_micro_batch(self, micro_batch_id: int) -> bool:
-        return 0 <= micro_batch_id < self.micro_batches
-
-    def _valid_stage(self, stage_id: int) -> bool:
-        return 0 <= stage_id < self.stages
-
-    def _buffer_idx(self, micro_batch_id: int) -> int:
-        return micro_batch_id % self.num_pipe_buffers()
-
     def _made(self, *rows: tuple[type[Any], int, bool]) -> list[PipeInstruction]:
         """Return instructions on the buffers of micro-batches, of those that there are, where a condition holds."""
-        return [
-            kind(self._buffer_idx(batch)) for kind, batch, holds in rows if holds and self._valid_micro_batch(batch)
-        ]
+        buffers = self.num_pipe_buffers()
+        return [kind(batch % buffers) for kind, batch, holds in rows if holds and 0 <= batch < self.micro_batches]
 
 
 class InferenceSchedule(PipeSchedule):

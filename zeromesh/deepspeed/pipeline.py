@@ -111,13 +111,6 @@ class LayerFiles:
         require_regular(Path(path))
         return torch.load(path, map_location, weights_only=True)
 
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a folder."""
-        Path(path).mkdir(parents=True, exist_ok=exist_ok)
-
-    def create(self, info: Any) -> None:
-        """Accept that a checkpoint begins."""
-
     def commit(self, tag: Any) -> bool:
         """Return True: files are complete when they are written."""
         return True

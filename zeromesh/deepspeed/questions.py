@@ -97,25 +97,6 @@ QUESTIONS: dict[str, Callable[[Engine], Any]] = {
 }
 """Methods without arguments that count; any are accepted."""
 
-_COLLECTIVES = (
-    "allreduce_bucket allreduce_and_copy allreduce_no_retain buffered_allreduce_fallback sparse_allreduce_no_retain "
-    "sparse_allreduce_bucket sparse_allreduce sparse_all_gather all_gather_scalar"
-)
-
-REFUSED = {
-    **dict.fromkeys(_COLLECTIVES.split(), "use torch.distributed, with engine.data_parallel_group"),
-    "set_data_post_process_func": "pass collate_fn to initialize, or engine.set_batch_fn(function)",
-    "set_custom_curriculum_learning_schedule": "write it into the configuration (docs/configuration.md)",
-    "random_ltd_initialize": "tokens are not dropped here; leave random_ltd out",
-    "load_moe_state_dict": "a checkpoint holds all experts; call engine.load_checkpoint(folder)",
-    "register_compile_pass": "pass a backend of your own to engine.compile(backend=...)",
-    "get_deepcompile_backend": "call engine.compile(), which compiles each unit",
-    "set_has_attention_mask": "the stages of a pipeline exchange tensors of any dtype; leave the call out",
-    "_config": "engine.config has the settings and what was written, as in "
-    "engine.config['train_micro_batch_size_per_gpu']",
-}
-"""Names that cannot be honoured, and what to use instead."""
-
 
 def methods() -> dict[str, Callable[..., Any]]:
     """Return the methods of the tables, by name."""

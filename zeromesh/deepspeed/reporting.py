@@ -14,9 +14,9 @@ from torch import nn
 
 from zeromesh.base.operation_counts import Operations
 from zeromesh.base.signatures import refuse
-from zeromesh.base.words import scaled_text
 from zeromesh.config.settings import Settings
 from zeromesh.engine.observe.monitors import open_monitors
+from zeromesh.engine.observe.profile import module_lines
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> Settings:
@@ -127,8 +127,8 @@ class OperationProfiler:
     ) -> None:
         """Print, or write anew to ``output_file``, the counts of the modules to ``module_depth``; -1: of all.
 
-        ``profile_step`` is named in the first line. ``detailed`` lists all modules, else the ``top_modules`` with the
-        most operations at each depth.
+        ``profile_step`` is named in the first line. The ``top_modules`` with the most operations at each depth come
+        first, and with ``detailed`` all modules after them.
         """
         text = "\n".join(self._lines(profile_step, module_depth, top_modules, detailed))
         if output_file is None:
@@ -143,15 +143,7 @@ class OperationProfiler:
     def _lines(self, step: int, depth: int, top: int, detailed: bool) -> Iterable[str]:
         yield f"operations of step {step}: {self.get_total_flops(True)} in {self.get_total_duration(True)}"
         yield f"parameters: {self.get_total_params(True)}; MACs: {self.get_total_macs(True)}"
-        counted = self._operations.modules
-        levels: dict[int, list[str]] = {}
-        for name, _ in self.model.named_modules():
-            levels.setdefault(name.count(".") + 1 if name else 0, []).append(name)
-        for level in (level for level in levels if depth < 0 or level <= depth):
-            names = levels[level]
-            for name in names if detailed else sorted(names, key=lambda name: -counted.get(name, 0))[:top]:
-                kind = type(self.model.get_submodule(name)).__name__
-                yield f"{'  ' * level}{name or '(model)'} ({kind}): {scaled_text(counted.get(name, 0), 'FLOP')}"
+        yield from module_lines(self.model, self._operations, depth, top, detailed)
 
 
 def get_model_profile(

@@ -18,14 +18,13 @@ def init_distributed(*args: Any, **kwargs: Any) -> Environment:
     run_environment = environment.init_distributed(*args, **kwargs)
     # DeepSpeed sets them for a process without a launcher, and programs read them afterwards.
     address = LOOPBACK[0] if run_environment.master_address.startswith(FILE) else run_environment.master_address
-    numbers = {
+    for name, value in {
         "RANK": run_environment.rank,
         "WORLD_SIZE": run_environment.world_size,
         "LOCAL_RANK": run_environment.local_rank,
-    }
-    for name, value in (
-        numbers | {"MASTER_ADDR": address, "MASTER_PORT": run_environment.master_port or DEFAULT_PORT}
-    ).items():
+        "MASTER_ADDR": address,
+        "MASTER_PORT": run_environment.master_port or DEFAULT_PORT,
+    }.items():
         os.environ.setdefault(name, str(value))
     _tell_accelerate()
     return run_environment

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -66,7 +66,7 @@ class TiledLayer(nn.Module):
             return linear_cls(inputs, outputs, bias=bias and last, **kwargs)
 
         columns = list(pairwise(self.in_parts))
-        self.linears = nn.ModuleList(
+        self.linears: Any = nn.ModuleList(
             nn.ModuleList(make(right - left, bottom - top, right == in_features) for left, right in columns)
             for top, bottom in pairwise(self.out_parts)
         )
@@ -75,16 +75,10 @@ class TiledLayer(nn.Module):
 
     def forward(self, input_: Any) -> Any:
         """Return the outputs."""
-        parts = input_ if self.input_is_already_split else self._split_global_input(input_)
-        rows = [self._sum([tile(part) for tile, part in zip(row, parts, strict=True)]) for row in self._rows()]
+        if not self.input_is_already_split:
+            input_ = input_.split([right - left for left, right in pairwise(self.in_parts)], -1)
+        rows = [self._sum([tile(part) for tile, part in zip(row, input_, strict=True)]) for row in self.linears]
         return self._join(rows)
-
-    def _rows(self) -> Iterator[Any]:
-        yield from self.linears
-
-    def _split_global_input(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        parts: tuple[torch.Tensor, ...] = tensor.split([right - left for left, right in pairwise(self.in_parts)], -1)
-        return parts
 
     def _sum(self, outputs: list[Any]) -> Any:
         """Return the sum of what the tiles of a row return."""
@@ -108,7 +102,7 @@ class TiledLayer(nn.Module):
             ours = (self.in_features, self.out_features, self.use_bias)
             raise AssertionError(f"copy_params_from: the layer has inputs, outputs and bias {theirs}, this one {ours}")
         with GatheredParameters(list(other.parameters())):
-            for row, (top, bottom) in zip(self._rows(), pairwise(self.out_parts), strict=True):
+            for row, (top, bottom) in zip(self.linears, pairwise(self.out_parts), strict=True):
                 for tile, (left, right) in zip(row, pairwise(self.in_parts), strict=True):
                     with GatheredParameters(list(tile.parameters()), modifier_rank=0):
                         tile.weight.copy_(other.weight[top:bottom, left:right])

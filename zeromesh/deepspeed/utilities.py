@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import accumulate, chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,16 +27,6 @@ logger = logging.getLogger("zeromesh")
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 
 
-torch_info = {
-    "version": ".".join(str(torch.__version__).split(".")[:2]),
-    "bf16_support": True,
-    "cuda_version": torch.version.cuda or "0.0",
-    "hip_version": torch.version.hip or "0.0",
-    "nccl_version": "0.0",
-}
-"""Versions that DeepSpeed was built with; here those of torch that is imported."""
-
-
 class ZeRORuntimeException(Exception):
     """DeepSpeed's error about what ZeRO cannot do."""
 
@@ -48,12 +36,6 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank in (ranks or (0,)) or list(ranks or ()) == [-1]:
         logger.log(level, "[Rank %d] %s", rank, message)
-
-
-@functools.cache
-def warning_once(message: str) -> None:
-    """Warn of something once."""
-    logger.warning("%s", message)
 
 
 def get_log_level_from_string(log_level_str: str) -> int:
@@ -71,11 +53,6 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
     (custom_logger or logger).setLevel(get_log_level_from_string(log_level_str))
 
 
-def should_log_le(max_log_level_str: str) -> bool:
-    """Return whether the log shows messages of a level, as its own level is at most that."""
-    return logger.getEffectiveLevel() <= get_log_level_from_string(max_log_level_str)
-
-
 def see_memory_usage(message: str, force: bool = False) -> None:
     """Log the memory in use on the first rank, if ``force``."""
     if force:
@@ -91,11 +68,6 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu:
     if any(owners.engine_of(tensor) is not None or owners.is_elsewhere(tensor) for tensor in tensors):
         return zero.clip_grad_norm_(tensors, max_norm, norm_type)
     return nn.utils.clip_grad_norm_(tensors, max_norm, norm_type)
-
-
-def get_global_norm(norm_list: Iterable[float]) -> float:
-    """Return the norm of a vector from the norms of its parts."""
-    return float(sum(norm**2 for norm in norm_list) ** 0.5)
 
 
 def get_global_norm_of_tensors(
@@ -121,12 +93,6 @@ def clip_tensors_by_global_norm(
     for tensor in tensors if factor < 1 else ():
         tensor.mul_(factor)
     return norm
-
-
-def get_weight_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> float:
-    """Return the norm of all elements of parameters that are whole on this rank."""
-    tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    return float(get_global_norm_of_tensors([tensor.detach() for tensor in tensors], norm_type, mpu))
 
 
 def has_inf_or_nan(x: torch.Tensor) -> torch.Tensor:
@@ -161,21 +127,6 @@ class CheckOverflow:
     _has_inf_or_nan = staticmethod(lambda x, i: has_inf_or_nan(x))
 
 
-class DummyOptim:
-    """Parameters in place of an optimizer, where none updates them."""
-
-    def __init__(self, params: Any) -> None:
-        self.param_groups = [{"params": params}]
-
-
-def get_only_unique_item(items: Iterable[Any]) -> Any:
-    """Return the item that all are equal to; RuntimeError if they are not."""
-    distinct = set(items)
-    if len(distinct) != 1:
-        raise RuntimeError(f"expected there to be only one unique element in {sorted(map(str, distinct))}")
-    return distinct.pop()
-
-
 def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
     """Return the sums of the first item, the first two, and so on."""
     return list(accumulate(weights))
@@ -207,11 +158,6 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     if len(weights) <= num_parts:
         return partition_uniform(len(weights), num_parts)
     return [*partition(weights, num_parts), len(weights)]
-
-
-def ensure_directory_exists(filename: str) -> None:
-    """Make the folder of a file."""
-    Path(filename).parent.mkdir(parents=True, exist_ok=True)
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[torch.Tensor], bool] | None = None) -> Any:

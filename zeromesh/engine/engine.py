@@ -348,12 +348,12 @@ class Engine:
         # All micro-batches first, because too few of them would leave an update half done.
         micro_batches = [next(data_iter) for _ in range(self._accumulation.steps)]
         self._update.stragglers.begin()
-        if self.stage_work is not None:
+        if self.pipelined is not None:
             for batch in micro_batches:  # inputs of stages are activations, of which forwards could not tell
                 self._computation.note_size(batch)
             try:
                 with this_rank.within("the stages of the pipeline"):
-                    self._accumulation.note_all(self.stage_work.train(micro_batches))
+                    self._accumulation.note_all(self.pipelined.train(micro_batches))
             except BaseException:
                 self.zero_grad()
                 raise
@@ -425,7 +425,7 @@ class Engine:
         try:
             with torch.no_grad():
                 inputs = [next(data_iter) for _ in range(count)]
-                stages = self.stage_work
+                stages = self.pipelined
                 with this_rank.within("eval_batch()"):
                     losses = [*map(self._computation.loss, inputs)] if stages is None else stages.evaluate(inputs)
         finally:

@@ -26,7 +26,7 @@ from zeromesh.config.feature_sections import Pipeline
 from zeromesh.engine import batches
 from zeromesh.engine.computation import Computation
 from zeromesh.parallel.pipeline.runtime.cut import Place, take_away
-from zeromesh.parallel.pipeline.runtime.interpreter import Interpreter, Messages, Work
+from zeromesh.parallel.pipeline.runtime.interpreter import Interpreter, Messages
 from zeromesh.parallel.pipeline.runtime.record import Recorded, Recorder, gather
 from zeromesh.parallel.pipeline.runtime.stage import Stages
 from zeromesh.parallel.pipeline.runtime.weight_gradients import postpone, roots_of
@@ -98,6 +98,11 @@ class Pipelined:
         return [stage for stage, rank in enumerate(self._placement) if rank == self._group.rank]
 
     @property
+    def firsts(self) -> list[str]:
+        """Name of the first block of each stage."""
+        return [self.cut.blocks[start] for start in self.cut.starts]
+
+    @property
     def blocks_by_stage(self) -> list[list[str]]:
         """The blocks of each stage of this rank."""
         bounds = (*self.cut.starts, len(self.cut.blocks))
@@ -151,8 +156,9 @@ class Pipelined:
         return frozenset().union(*(self.units_of(other, sharded) or () for other in self._open))
 
     def work(self, sharded: ShardedModel, computation: Computation) -> StageWork:
-        """Return the computation of this rank's stages."""
-        return StageWork(self, sharded, computation)
+        """Return the computation of this rank's stages, which trains from now on."""
+        self._work = StageWork(self, sharded, computation)
+        return self._work
 
     def schedule(self, microbatches: int) -> Schedule:
         """Return the schedule of a training step, with its messages; raise ValueError if there is none."""
@@ -162,17 +168,17 @@ class Pipelined:
             postpone(self._model)  # not before: another schedule leaves the layers as they are
         return schedule
 
-    def train(self, trainer: Work, micro_batches: Sequence[Any]) -> list[Tensor]:
+    def train(self, micro_batches: Sequence[Any]) -> list[Tensor]:
         """Run forward and backward of all micro-batches; return detached losses, on the last stage's rank only."""
         self._open = set(self.stages)
         self._updates += 1
         chosen, schedule = self._chosen.record, self.schedule(len(micro_batches))
         due = chosen is not None and chosen.step == self._updates
         if not (due or self._records):
-            return self._run(trainer, schedule, micro_batches)
+            return self._run(schedule, micro_batches)
         self._records = False
         recorder = Recorder(self._mesh.device)
-        losses = self._run(trainer, schedule, micro_batches, recorder)
+        losses = self._run(schedule, micro_batches, recorder)
         line = next(line for line in self._mesh.lines("pipeline") if self._mesh.rank in line)
         self.recorded = gather(recorder, self._group, [self._mesh.node_of[rank] for rank in line], schedule)
         if due and chosen is not None and self._mesh.rank == 0:
@@ -191,15 +197,13 @@ class Pipelined:
         bubbles = recorded.measured.bubble, recorded.predicted.bubble
         _log.info("update %d: bubble %.1f%%, predicted %.1f%%; %s", self._updates, *(100 * b for b in bubbles), files)
 
-    def evaluate(self, trainer: Work, micro_batches: Sequence[Any]) -> list[Tensor]:
+    def evaluate(self, micro_batches: Sequence[Any]) -> list[Tensor]:
         """Run the forwards of any number of micro-batches; else as ``train``."""
         if len(micro_batches) not in self._evaluations:
             self._evaluations[len(micro_batches)] = add_messages(forward_only(self._placement, len(micro_batches)))
-        return self._run(trainer, self._evaluations[len(micro_batches)], micro_batches)
+        return self._run(self._evaluations[len(micro_batches)], micro_batches)
 
-    def _run(
-        self, trainer: Work, schedule: Schedule, micro_batches: Sequence[Any], recorder: Recorder | None = None
-    ) -> list[Tensor]:
+    def _run(self, schedule: Schedule, micro_batches: Sequence[Any], recorder: Recorder | None = None) -> list[Tensor]:
         mode = torch.is_grad_enabled(), self._model.training
         trains = [parameter.requires_grad for parameter in self._model.parameters()]
         shapes = [(*mode, tuple((tuple(x.shape), str(x.dtype)) for x in tensors_of(batch))) for batch in micro_batches]
@@ -209,7 +213,7 @@ class Pipelined:
         if self._interpreter is None:
             stages = Stages(self._model, self.cut.blocks, self.cut.starts, self.stages[0])
             messages = Messages(self._group, schedule.placement, self._mesh.device)
-            self._interpreter = Interpreter(stages, messages, trainer)
+            self._interpreter = Interpreter(stages, messages, self._work)
         return self._interpreter.run(schedule, self._group.rank, micro_batches, signatures, recorder, not all(trains))
 
     def _require_same(
@@ -244,14 +248,6 @@ class StageWork:
 
     def __init__(self, pipelined: Pipelined, sharded: ShardedModel, computation: Computation) -> None:
         self._pipelined, self._sharded, self._computation = pipelined, sharded, computation
-
-    def train(self, micro_batches: Sequence[Any]) -> list[Tensor]:
-        """Run the forward and backward of an update's micro-batches; see ``Pipelined.train``."""
-        return self._pipelined.train(self, micro_batches)
-
-    def evaluate(self, micro_batches: Sequence[Any]) -> list[Tensor]:
-        """Run the forwards of any number of micro-batches; see ``Pipelined.evaluate``."""
-        return self._pipelined.evaluate(self, micro_batches)
 
     @contextmanager
     def _computing(self, stage: int, operands: Kept | None, last: bool = False, trains: bool = True) -> Iterator[None]:

@@ -8,7 +8,7 @@ others. A script that moves here gets the same numbers.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Concatenate, ParamSpec
 
 import torch
@@ -156,6 +156,16 @@ def _variant(call: str, base: Callable[Concatenate[str, P], Any]) -> Callable[P,
     return named(function, call, base.__doc__, signature=signature)
 
 
+_ENDS = ("", "_", "_async", "_async_")
+"""Ends of the names of variants; see ``allreduce``."""
+
+
+def _variants(
+    name: str, base: Callable[Concatenate[str, P], Any], ends: Sequence[str] = _ENDS
+) -> Iterator[Callable[P, Any]]:
+    return (_variant(name + end, base) for end in ends)
+
+
 def _has_gradient(call: str) -> bool:
     """Return whether a public function is differentiable: one that returns new tensors, and no handle."""
     return "async" not in call and not call.endswith("_")
@@ -285,14 +295,10 @@ def _allreduce(
     return _apply(_call, tensor, name, process_set, back, compression, **fields)
 
 
-allreduce = _variant("allreduce", _allreduce)
-allreduce_ = _variant("allreduce_", _allreduce)
-allreduce_async = _variant("allreduce_async", _allreduce)
-allreduce_async_ = _variant("allreduce_async_", _allreduce)
-grouped_allreduce = _variant("grouped_allreduce", _allreduce)
-grouped_allreduce_ = _variant("grouped_allreduce_", _allreduce)
-grouped_allreduce_async = _variant("grouped_allreduce_async", _allreduce)
-grouped_allreduce_async_ = _variant("grouped_allreduce_async_", _allreduce)
+allreduce, allreduce_, allreduce_async, allreduce_async_ = _variants("allreduce", _allreduce)
+grouped_allreduce, grouped_allreduce_, grouped_allreduce_async, grouped_allreduce_async_ = _variants(
+    "grouped_allreduce", _allreduce
+)
 
 
 def _allgather(call: str, tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
@@ -314,10 +320,8 @@ def _allgather(call: str, tensor: Any, name: str | None = None, process_set: Pro
     return _apply(call, tensor, name, process_set, back)
 
 
-allgather = _variant("allgather", _allgather)
-grouped_allgather = _variant("grouped_allgather", _allgather)
-allgather_async = _variant("allgather_async", _allgather)
-grouped_allgather_async = _variant("grouped_allgather_async", _allgather)
+allgather, allgather_async = _variants("allgather", _allgather, _ENDS[::2])
+grouped_allgather, grouped_allgather_async = _variants("grouped_allgather", _allgather, _ENDS[::2])
 
 
 def _broadcast(
@@ -343,10 +347,7 @@ def _broadcast(
     return _apply(call, tensor, name, process_set, back, root_rank=root_rank)
 
 
-broadcast = _variant("broadcast", _broadcast)
-broadcast_ = _variant("broadcast_", _broadcast)
-broadcast_async = _variant("broadcast_async", _broadcast)
-broadcast_async_ = _variant("broadcast_async_", _broadcast)
+broadcast, broadcast_, broadcast_async, broadcast_async_ = _variants("broadcast", _broadcast)
 
 
 def _alltoall(
@@ -385,8 +386,7 @@ def _alltoall(
     return out, received[0].to(splits) if isinstance(splits, torch.Tensor) else received[0]
 
 
-alltoall = _variant("alltoall", _alltoall)
-alltoall_async = _variant("alltoall_async", _alltoall)
+alltoall, alltoall_async = _variants("alltoall", _alltoall, _ENDS[::2])
 
 
 def _reducescatter(
@@ -418,10 +418,8 @@ def _reducescatter(
     return _apply(call, tensor, name, process_set, back, compression, **fields)
 
 
-reducescatter = _variant("reducescatter", _reducescatter)
-reducescatter_async = _variant("reducescatter_async", _reducescatter)
-grouped_reducescatter = _variant("grouped_reducescatter", _reducescatter)
-grouped_reducescatter_async = _variant("grouped_reducescatter_async", _reducescatter)
+reducescatter, reducescatter_async = _variants("reducescatter", _reducescatter, _ENDS[::2])
+grouped_reducescatter, grouped_reducescatter_async = _variants("grouped_reducescatter", _reducescatter, _ENDS[::2])
 
 __all__ = [
     "Adasum", "Average", "Compression", "Max", "Min", "Product", "Sum", "allgather", "allgather_async", "allreduce",

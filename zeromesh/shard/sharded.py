@@ -26,6 +26,7 @@ from zeromesh.shard.gradients.gradient_sums import squared_norm
 from zeromesh.shard.gradients.grads import Grads
 from zeromesh.shard.gradients.reducer import Reducer, late_of
 from zeromesh.shard.layout import Layout
+from zeromesh.shard.optim.host import HostSteps
 from zeromesh.shard.parameters.absent_guard import Guard, Presence, gathered_class, unloaded_class
 from zeromesh.shard.parameters.events import Events
 from zeromesh.shard.parameters.flat import Flat, Materialise
@@ -39,8 +40,8 @@ from zeromesh.shard.parameters.use_order import Order
 from zeromesh.shard.place_units import ModelPart, Sharding, lay_out, make_units
 from zeromesh.shard.sizes import slots_of
 from zeromesh.shard.store.budget import MemoryBudget, Prepare
-from zeromesh.shard.store.early import EarlyUpdates, HostUpdate, can_begin_early
-from zeromesh.shard.store.host_update import HostUpdates, pieces_on_host
+from zeromesh.shard.store.early import EarlyUpdates, can_begin_early
+from zeromesh.shard.store.host_update import HostStepss, pieces_on_host
 from zeromesh.shard.store.link import Link
 from zeromesh.shard.store.tiers import Tiers
 from zeromesh.shard.store.window import StateWindow
@@ -114,7 +115,7 @@ class ShardedModel:
         for unit, flats, its_row in laid_out:
             unit.place(flats, its_row, mesh, mixed, materialise, self.link, self.store)
         self.early = EarlyUpdates(self.store, mesh, self.link, row.pinned)
-        self.host_updates = HostUpdates(self.store, self.link, row.pinned)
+        self.host_updates = HostStepss(self.store, self.link, row.pinned)
         if self.store.early:
             self.reducer.listen(self.early.is_whole)
         places = rest if self.sharded else []
@@ -278,7 +279,7 @@ class ShardedModel:
         name = next(filter(None, (gradient.not_finite() for gradient in self.reducer.sums)), None)
         return "" if name is None else f"; the first parameter concerned on rank {self.mesh.rank} is {name}"
 
-    def set_gradients(self, factor: float, later: HostUpdate | None, flats: Sequence[Flat]) -> None:
+    def set_gradients(self, factor: float, later: HostSteps | None, flats: Sequence[Flat]) -> None:
         """Multiply gradients by ``factor`` and hand them to the pieces; None where no rank had one."""
         for flat in flats:
             gradient = flat.gradient
@@ -295,7 +296,7 @@ class ShardedModel:
                 here = gradient.used[index] and index not in late
                 piece.set_gradient(shard[local].view_as(piece.parameter) if here else None)
 
-    def updated(self, steps: HostUpdate | None = None) -> None:
+    def updated(self, steps: HostSteps | None = None) -> None:
         """After an update: update the rest from the shards of gradients, publish the masters, forget the gradients."""
         try:
             counted = self.early.counted(steps)

@@ -44,7 +44,7 @@ from zeromesh.apps.plan.machine.cluster import Machine
 from zeromesh.apps.plan.machine.here import machine_here
 from zeromesh.apps.plan.machine.presets import cluster
 from zeromesh.apps.plan.predict.lower_bounds import least_memory, slowest
-from zeromesh.apps.plan.saved import explained_plan, planned_cost
+from zeromesh.apps.plan.saved import planned_cost
 from zeromesh.apps.train.screen import write
 from zeromesh.apps.train.train_settings import TrainSettings
 from zeromesh.base.drawing import require_picture
@@ -413,7 +413,7 @@ def _explain(question: PlanQuestion, asked: AskedModel, machine: Machine) -> boo
         planned, choices = None, list[str]()
         if settings.activation_checkpointing.planned:
             planned = planned_cost(settings, request.source, request.sequence, layout, machine)
-            choices = explained_plan(planned.costs, planned.plan)
+            choices = planned.lines()
         judgement = judge(request, layout, planned)
     if question.as_json:
         told = judgement.as_json() | _candidate_json(judgement.candidate) | ({"saved": choices} if choices else {})

@@ -78,13 +78,16 @@ def filled_in(
     if not asked:
         return settings
 
-    def plan() -> list[str]:
-        # One rank plans for all: what it measures of the machine may differ from rank to rank.
-        return _plan(example, settings, asked, environment, own_batches) if environment.rank == 0 else []
-
-    local_overrides = plan() if world is None else agree_run(world, "plan its layout", plan)
-    overrides = local_overrides if world is None else json.loads(texts(world, json.dumps(local_overrides))[0])
+    plan = partial(_plan, example, settings, asked, environment, own_batches)
+    overrides = plan() if world is None else planned_by_first(world, environment, "plan its layout", plan)
     return type(settings).load(settings, overrides)
+
+
+def planned_by_first(world: Group, environment: Environment, what: str, plan: Callable[[], Any]) -> Any:
+    """Return the first rank's plan, which JSON can tell, on all ranks; ``what`` is for errors. Collective."""
+    # One rank plans for all: what it measures of the machine may differ from rank to rank.
+    local_plan = agree_run(world, what, lambda: plan() if environment.rank == 0 else None)
+    return json.loads(texts(world, json.dumps(local_plan))[0])
 
 
 def _plan(

@@ -9,9 +9,9 @@ Sources: Korthikanti et al., "Reducing Activation Recomputation in Large Transfo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import ceil, inf
 from typing import NamedTuple
 
@@ -20,11 +20,9 @@ from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
 from zeromesh.apps.plan.cost.cost import CostSource, Divided, ModelCost, Recompute, UnitCost
 from zeromesh.apps.plan.machine.calibration import reserved_margin
 from zeromesh.apps.plan.machine.cluster import Machine
-from zeromesh.apps.plan.machine.collective_times import wire
-from zeromesh.apps.plan.machine.rates import Habits, KernelSpeed
-from zeromesh.apps.plan.predict.durations import CONTEXT_SECONDS
 from zeromesh.apps.plan.predict.rank_memory import Moment, memory_of
-from zeromesh.base.saved_tensors import BlockPlan, Saved, SavedPlan
+from zeromesh.apps.plan.saved_costs import BlockCost, Candidate, Plans, SavedCosts, saved_costs
+from zeromesh.base.saved_tensors import BlockPlan, Saved
 from zeromesh.base.words import bytes_text
 from zeromesh.config.settings import Settings
 
@@ -32,16 +30,6 @@ MOST_BRANCHES = 5_000
 """Branches after which a search ends with the best choice so far; the bound says how far it may be from the best."""
 
 ROUNDS = 3  # in which a plan takes what is left of a device
-
-BUDGET = "activation_checkpointing.budget_gb"
-
-
-class Candidate(NamedTuple):
-    """An operator whose result may be kept or moved."""
-
-    key: tuple[str, int]
-    size: float  # bytes
-    seconds: float  # to compute it again
 
 
 class Knapsack(NamedTuple):
@@ -52,190 +40,68 @@ class Knapsack(NamedTuple):
     bound: float  # seconds that no choice exceeds
 
 
-@dataclass(frozen=True)
-class BlockCost:
-    """Bytes and seconds of one block."""
-
-    name: str
-    inputs: float  # bytes that the block keeps to be computed again
-    everything: float  # bytes that it keeps without a checkpoint
-    recomputed: float  # bytes of both, when it has been computed again
-    forward: float  # seconds
-    backward: float  # seconds, without a recomputation
-    recomputation: float  # seconds, with nothing kept
-    transient: float  # bytes beyond, at most, in its passes
-    candidates: tuple[Candidate, ...]
-    results: tuple[tuple[tuple[str, int], float, float], ...]  # by operator: bytes that autograd keeps, and others
-
-    def held(self, plan: BlockPlan) -> float:
-        """Return the bytes that stay on the device between its forward and its backward."""
-        if plan.keeps_all:
-            return self.everything
-        kept_bytes = sum(x.size for x in self.candidates if plan.results.get(x.key) is Saved.KEEP)
-        return kept_bytes + (0.0 if plan.inputs is Saved.MOVE else self.inputs)
-
-    def moved(self, plan: BlockPlan) -> float:
-        """Return the bytes that go to the host, and come back before its backward."""
-        if plan.keeps_all:
-            return 0.0
-        moved_bytes = sum(x.size for x in self.candidates if plan.results.get(x.key) is Saved.MOVE)
-        return moved_bytes + (self.inputs if plan.inputs is Saved.MOVE else 0.0)
-
-    def beyond(self, plan: BlockPlan) -> float:
-        """Return the bytes of its recomputation beyond all that autograd keeps."""
-        # Results that autograd does not keep are let go of when the recomputation has taken them.
-        most = ahead = 0.0
-        for key, saved, unsaved in () if plan.keeps_all else reversed(self.results):
-            ahead += unsaved if key in plan.results else -saved
-            most = max(most, ahead)
-        return most
-
-    def at_work(self, plan: BlockPlan) -> float:
-        """Return the most bytes in its backward, when all that it needs is there again."""
-        return (self.everything if plan.keeps_all else self.recomputed) + self.transient + self.beyond(plan)
-
-    def again(self, plan: BlockPlan) -> float:
-        """Return the seconds of its recomputation."""
-        seconds_kept = sum(x.seconds for x in self.candidates if x.key in plan.results)
-        return 0.0 if plan.keeps_all else max(0.0, self.recomputation - seconds_kept)
-
-
-@dataclass(frozen=True)
-class SavedCosts:
-    """Blocks of a model, and what lies around them, in bytes; ``link`` is bytes per second to the host, 0 without."""
-
-    blocks: tuple[BlockCost, ...]
-    before: float
-    after: float  # with what its passes need at their peak
-    link: float = 0.0
-    host: float = inf  # bytes that may wait on the host
-
-    def peak(self, plan: SavedPlan) -> float:
-        """Return the most bytes of activations and gradients of activations at one time."""
-        held_bytes, highest, flying = self.before, 0.0, 0.0
-        for block, choice in zip(self.blocks, plan.blocks, strict=True):
-            # Beside a block, what the one before moves is still leaving in the forward, and comes back in the backward.
-            beside = 0.0 if choice.keeps_all else flying  # the recomputation asks for it
-            highest = max(highest, held_bytes + block.at_work(choice) + beside)
-            held_bytes, flying = held_bytes + block.held(choice), block.moved(choice)
-        return max(highest, held_bytes + self.after + flying)
-
-    def moved(self, plan: SavedPlan) -> float:
-        """Return the bytes that wait on the host."""
-        return sum(block.moved(choice) for block, choice in zip(self.blocks, plan.blocks, strict=True))
-
-    def seconds(self, plan: SavedPlan) -> float:
-        """Return the seconds that the plan computes again."""
-        return sum(block.again(choice) for block, choice in zip(self.blocks, plan.blocks, strict=True))
-
-
-def saved_costs(cost: ModelCost, machine: Machine, layout: ParallelLayout | None = None) -> SavedCosts:
-    """Return what the blocks of a model cost on one rank of a layout, by default of one rank.
-
-    Raises:
-        ValueError: the model could not be traced, or has no stack of like blocks.
-    """
-    layout, units = layout or ParallelLayout(), cost.units
-    places = [place for place, unit in enumerate(units) if unit.calls]
-    if not places:
-        reason = cost.note or "it has no stack of like blocks, or only its sizes are known"
-        raise ValueError(
-            f"what {cost.name} saves for its backward cannot be planned: {reason}; set "
-            'activation_checkpointing.granularity to "full" or "selective"'
-        )
-    node = machine.nodes[0][0]
-    speed = KernelSpeed(node.device, layout, Habits())
-    first, last = places[0], places[-1]
-
-    def on(amount: Divided) -> float:
-        return amount.on(layout.tensor, layout.sequence)
-
-    around = [on(unit.saved[Recompute.NONE]) for unit in units]
-    beyond = max(
-        (on(peak) for unit in units[last + 1 :] for peak in (unit.forward_peak, unit.backward_peak)), default=0
-    )
-    between = sum(around[place] for place in range(first, last) if not units[place].calls)
-    blocks = tuple(_block(speed, units[place]) for place in places)
-    link = 0.0 if node.device.processor else wire(node.host, 1).bandwidth
-    before, after = sum(around[:first]) + between, sum(around[last + 1 :]) + beyond
-    return SavedCosts(blocks, before, after, link, node.host_memory / node.devices)
-
-
-def _block(speed: KernelSpeed, unit: UnitCost) -> BlockCost:
-    tensor, sequence = speed.layout.tensor, speed.layout.sequence
-    amounts = [(call.size.on(tensor, sequence), call.unsaved.on(tensor, sequence)) for call in unit.calls]
-    # A recomputation stops behind the last result that its backward needs.
-    end = max((place for place, (size, unsaved) in enumerate(amounts, 1) if size > unsaved), default=0)
-    calls = [(call, *sizes, speed.total(call.kernels)) for call, sizes in zip(unit.calls, amounts, strict=True)][:end]
-    candidates = tuple(
-        Candidate(call.key, size, seconds) for call, size, _, seconds in calls if call.keepable and size and seconds > 0
-    )
-    results = tuple((call.key, size - unsaved, unsaved) for call, size, unsaved, _ in calls)
-    policies = Recompute.BLOCKS, Recompute.NONE, Recompute.PLANNED
-    inputs, everything, both = (unit.saved[policy].on(tensor, sequence) for policy in policies)
-    forward, backward = speed.total(unit.forward), speed.total(unit.input, True) + speed.total(unit.weight)
-    # A processor computes nothing while contexts run, in the forward and again.
-    contexts = 2 * CONTEXT_SECONDS * len(calls) if speed.device.processor else 0.0
-    again = sum(seconds for *_, seconds in calls) + contexts
-    beyond = max(0.0, *(peak.on(tensor, sequence) for peak in (unit.forward_peak, unit.backward_peak)))
-    return BlockCost(unit.name, inputs, everything, both, forward, backward, again, beyond, candidates, results)
-
-
-def choose(costs: SavedCosts, budget: float) -> SavedPlan:
-    """Return the fastest plan whose activations need at most ``budget`` bytes.
+def choose(costs: Sequence[SavedCosts], budgets: Sequence[float]) -> tuple[RankPlan, ...]:
+    """Return the fastest plans of each pipeline rank whose activations need at most its budget, in bytes.
 
     Raises:
         ValueError: no plan needs so little; the text has the smallest budget that works.
     """
-    best, least, fastest = None, inf, inf
-    for plan in _plans(costs, budget):
-        if costs.moved(plan) > costs.host:
-            continue
-        peak, seconds = costs.peak(plan), costs.seconds(plan)
-        least = min(least, peak)
-        if peak <= budget and seconds < fastest:
-            best, fastest = plan, seconds
-    if best is None:
+    ranks, lacking_ranks = [], []
+    for rank, budget in zip(costs, budgets, strict=True):
+        best, least, fastest = None, inf, inf
+        for plans in _plans(rank, budget):
+            if rank.moved(plans) > rank.host:
+                continue
+            peak, seconds = rank.peak(plans), rank.seconds(plans)
+            least = min(least, peak)
+            if peak <= budget and seconds < fastest:
+                best, fastest = plans, seconds
+        if best is None:
+            lacking_ranks.append((least, budget))
+        else:
+            ranks.append(RankPlan(rank, best))
+    if lacking_ranks:
+        least, budget = max(lacking_ranks)
         raise ValueError(
             f"activations may take {budget / 1e9:.6g} GB of a device, and no plan needs less than {bytes_text(least)}: "
-            f"set {BUDGET} to {ceil(least / 1e3) / 1e6:.15g} or more, if the device has it, or choose a smaller "
-            "micro-batch"
+            f"set activation_checkpointing.budget_gb to {ceil(least / 1e3) / 1e6:.15g} or more, if the device has it, "
+            "or choose a smaller micro-batch"
         )
-    return best
+    return tuple(ranks)
 
 
-def _plans(costs: SavedCosts, budget: float) -> list[SavedPlan]:
-    """Return plans of which one is the fastest: the last blocks keep all, the others share one choice by their kind."""
-    total, plans = len(costs.blocks), []
+def _plans(costs: SavedCosts, budget: float) -> Iterator[Plans]:
+    """Yield plans of which one is the fastest: the last blocks keep all, the others share one choice by their kind."""
+    total = len(costs.blocks)
     for keeping in range(total, -1, -1):  # the first of equals is taken: without checkpoints
         # The last blocks keep all: their bytes are free again when earlier blocks are computed again.
         checkpointed = total - keeping
         tails = (BlockPlan(keeps_all=True),) * keeping
         for inputs in (Saved.KEEP, Saved.MOVE) if costs.link else (Saved.KEEP,):
-            bare = SavedPlan((BlockPlan(inputs),) * checkpointed + tails)
-            plans.append(bare)
+            bare = (BlockPlan(inputs),) * checkpointed + tails
+            yield bare
             spare = budget - costs.peak(bare)
             if spare <= 0 or not checkpointed:
                 continue
+            copies = sum(costs.in_flight[:checkpointed])
             plan_of_kind: dict[tuple[float, float, tuple[Candidate, ...]], BlockPlan] = {}
             # Blocks whose own backward is the peak have their kept results in it anyway: all that the later moments
             # leave is shared evenly; and less of it where that proves too much.
-            ends = costs.before + sum(b.held(p) for b, p in zip(costs.blocks, bare.blocks, strict=True)) + costs.after
-            most = min(spare, costs.link * max(min(block.forward, block.backward) for block in costs.blocks))
+            left = max(0.0, budget - costs.kept(bare))
+            most = min(spare, costs.link * max(block.passing for block in costs.blocks))
             for flying in {0.0, most / 2, most}:  # bytes of moves on their way
-                for room in {spare - flying, max(0.0, budget - ends - flying)}:
+                for room in {spare - flying, max(0.0, left - flying)}:
                     chosen = []
                     for block in costs.blocks[:checkpointed]:
                         moved = block.inputs if inputs is Saved.MOVE else 0.0
                         # Beside the next block's forward on the way out, and beside its backward on the way back.
-                        beside = min(flying, max(0.0, costs.link * min(block.forward, block.backward) - moved))
+                        beside = min(flying, max(0.0, costs.link * block.passing - moved))
                         key = (room, beside, block.candidates)
                         if key not in plan_of_kind:
-                            packed = pack(block.candidates, room / checkpointed, beside)
+                            packed = pack(block.candidates, room / copies, beside)
                             plan_of_kind[key] = BlockPlan(inputs, packed.choices)
                         chosen.append(plan_of_kind[key])
-                    plans.append(SavedPlan((*chosen, *tails)))
-    return plans
+                    yield (*chosen, *tails)
 
 
 def pack(candidates: Sequence[Candidate], room: float, beside: float, branches: int = MOST_BRANCHES) -> Knapsack:
@@ -283,26 +149,77 @@ def _relaxed(items: Sequence[Candidate], room: float) -> float:
     return total
 
 
+class RankPlan(NamedTuple):
+    """Plans of the blocks of one pipeline rank."""
+
+    costs: SavedCosts
+    plans: Plans
+
+    @property
+    def peak(self) -> float:
+        """The most bytes of activations at one time."""
+        return self.costs.peak(self.plans)
+
+    def lines(self) -> list[str]:
+        """Return lines that list the choices: operator, bytes, seconds, choice, and why."""
+        costs, plans = self
+        moved = f", {bytes_text(costs.moved(plans))} on the host" if costs.moved(plans) else ""
+        lines = [
+            f"activations at the peak: {bytes_text(self.peak)}{moved}; computed again: "
+            f"{costs.seconds(plans) * 1e3:.3g} ms of each micro-batch"
+        ]
+        pairs = [*zip(costs.blocks, plans, strict=True)]
+        for _, alike in groupby(pairs, key=lambda pair: (pair[1], pair[0].candidates)):
+            (block, plan), *others = alike
+            name = f"{block.name} to {others[-1][0].name}" if others else block.name
+            if plan.keeps_all:
+                lines.append(f"{name}: keeps all {bytes_text(block.everything)}, free when earlier blocks need bytes")
+                continue
+            lines.append(f"{name}: inputs of {bytes_text(block.inputs)}: {plan.inputs.value}")
+            for item in sorted(block.candidates, key=lambda x: -x.seconds / x.size):
+                fate = plan.results.get(item.key, Saved.RECOMPUTE)
+                operator = f"{item.key[0].partition('::')[2]} {item.key[1]}"
+                size, seconds = f"{bytes_text(item.size):>9}", f"{item.seconds * 1e6:9.1f} us"
+                value = f"{1e9 * item.seconds / item.size:9.3g} s/GB"
+                lines.append(f"  {operator:<40} {size} {seconds} {value}  {fate.value}: {WHY[fate]}")
+        return lines
+
+
+WHY = {
+    Saved.KEEP: "many seconds for its bytes",
+    Saved.MOVE: "the link has time for it",
+    Saved.RECOMPUTE: "few seconds for its bytes",
+}
+
+
 @dataclass(frozen=True)
 class PlannedCost:
     """Cost of a model whose blocks follow a plan of saved tensors: ``Recompute.PLANNED`` stands for it."""
 
     source: CostSource
-    costs: SavedCosts
-    plan: SavedPlan
+    ranks: tuple[RankPlan, ...]  # of the pipeline
 
     @property
     def name(self) -> str:
         """Name of the model."""
         return self.source.name
 
+    @property
+    def blocks(self) -> list[tuple[BlockCost, BlockPlan]]:
+        """All blocks, and their plans."""
+        return [pair for rank in self.ranks for pair in zip(rank.costs.blocks, rank.plans, strict=True)]
+
     def at(self, micro_batch: int, sequence: int, context: int = 1) -> ModelCost:
         """Return the cost of a micro-batch, of the size that the plan is for."""
         cost = self.source.at(micro_batch, sequence, context)
-        pairs = zip(self.costs.blocks, self.plan.blocks, strict=True)
-        chosen = {block.name: (block, choice) for block, choice in pairs}
+        chosen = {block.name: (block, plan) for block, plan in self.blocks}
         units = (_planned(unit, *chosen[unit.name]) if unit.name in chosen else unit for unit in cost.units)
         return replace(cost, units=tuple(units))
+
+    def lines(self) -> list[str]:
+        """Return lines that list the choices of all pipeline ranks."""
+        numbered = [f"pipeline rank {rank}:" for rank in range(len(self.ranks))] if len(self.ranks) > 1 else [""]
+        return [line for head, rank in zip(numbered, self.ranks, strict=True) for line in (head, *rank.lines()) if line]
 
 
 def _planned(unit: UnitCost, block: BlockCost, choice: BlockPlan) -> UnitCost:
@@ -317,71 +234,61 @@ def _planned(unit: UnitCost, block: BlockCost, choice: BlockPlan) -> UnitCost:
 
 
 def planned_cost(
-    settings: Settings, source: CostSource, sequence: int, layout: ParallelLayout, machine: Machine
+    settings: Settings,
+    source: CostSource,
+    sequence: int,
+    layout: ParallelLayout,
+    machine: Machine,
+    firsts: Sequence[str] | None = None,
 ) -> PlannedCost:
-    """Return the cost of a run with the plan that its settings ask for; raise ValueError as ``choose``."""
-    costs = saved_costs(
-        source.at(layout.micro_batch * settings.rows_per_sample, sequence, layout.context), machine, layout
-    )
-    if settings.compile.enabled:
-        costs = replace(costs, link=0.0)  # moves cannot be traced
-    if (gigabytes := settings.activation_checkpointing.budget_gb) is not None:
-        return PlannedCost(source, costs, choose(costs, gigabytes * 1e9))
+    """Return the cost of a run with the plan that its settings ask for; raise ValueError as ``choose``.
 
-    def left(of: CostSource, only: bool) -> float:
-        """Return the bytes of a device that a run leaves, or its states alone."""
-        ranks = memory_of(of, sequence, layout, machine)
+    ``firsts`` are the names of the first block of each pipeline stage; None: as the planner cuts the model.
+    """
+    cost = source.at(layout.micro_batch * settings.rows_per_sample, sequence, layout.context)
+    places = None if firsts is None else places_of(cost, firsts)
+    costs = saved_costs(cost, machine, layout, places)
+    if settings.compile.enabled:
+        costs = [replace(rank, link=0.0) for rank in costs]  # moves cannot be traced
+    if (gigabytes := settings.activation_checkpointing.budget_gb) is not None:
+        return PlannedCost(source, choose(costs, [gigabytes * 1e9] * len(costs)))
+
+    def left(of: CostSource, only: bool) -> list[float]:
+        """Return the bytes of a device that each pipeline rank of a run leaves, or its states alone."""
+        ranks = memory_of(of, sequence, layout, machine, places=places)
         if only:
             ranks = [replace(rank, timeline=tuple(map(_without_activations, rank.timeline))) for rank in ranks]
         node = machine.nodes[0][0]
         sharing = min(node.devices, layout.ranks) if node.device.processor else 1  # ranks of a processor's memory
         # An allocator reserves more than it is asked for.
-        return -lacking(ranks, layout, machine, 1 / (1 + reserved_margin()))["device"] / sharing
+        share = 1 / (1 + reserved_margin())
+        return [-lacking([rank], layout, machine, share)["device"] / sharing for rank in ranks]
 
-    budget = left(source, only=True)
-    planned = PlannedCost(source, costs, choose(costs, budget))
+    budgets = left(source, only=True)
+    planned = PlannedCost(source, choose(costs, budgets))
     # States and activations are not at their most at the same moment: what is left is given to the plan.
     for _ in range(ROUNDS):
-        budget += left(planned, only=False)
-        more = PlannedCost(source, costs, choose(costs, budget))
-        if left(more, only=False) < 0:
+        budgets = [budget + more for budget, more in zip(budgets, left(planned, only=False), strict=True)]
+        larger = PlannedCost(source, choose(costs, budgets))
+        if min(left(larger, only=False)) < 0:
             break
-        planned = more
+        planned = larger
     return planned
+
+
+def places_of(cost: ModelCost, firsts: Sequence[str]) -> list[range]:
+    """Return the places of each stage's units; raise ValueError for a stage that begins inside of a block."""
+    names = [unit.name for unit in cost.units]
+    if missing := [name for name in firsts[1:] if name not in names]:
+        raise ValueError(
+            f'activation_checkpointing.granularity is "auto", and a stage begins at {missing[0]}, which is none of the '
+            "blocks that the planner finds; leave pipeline.blocks out, or set granularity to "
+            '"full" or "selective"'
+        )
+    starts = [0, *map(names.index, firsts[1:]), len(names)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
 
 
 def _without_activations(moment: Moment) -> Moment:
     states = {name: size for name, size in moment.bytes.items() if name not in ("activation", "temporary")}
     return Moment(moment.label, states)
-
-
-WHY = {
-    Saved.KEEP: "many seconds for its bytes",
-    Saved.MOVE: "the link has time for it",
-    Saved.RECOMPUTE: "few seconds for its bytes",
-}
-
-
-def explained_plan(costs: SavedCosts, plan: SavedPlan) -> list[str]:
-    """Return lines that list the choices of a plan: operator, bytes, seconds, choice, and why."""
-    moved = f", {bytes_text(costs.moved(plan))} on the host" if costs.moved(plan) else ""
-    lines = [
-        f"activations at the peak: {bytes_text(costs.peak(plan))}{moved}; computed again: "
-        f"{costs.seconds(plan) * 1e3:.3g} ms of each micro-batch"
-    ]
-    pairs = [*zip(costs.blocks, plan.blocks, strict=True)]
-    for _, alike in groupby(pairs, key=lambda pair: (pair[1], pair[0].candidates)):
-        (block, choice), *others = alike
-        name = f"{block.name} to {others[-1][0].name}" if others else block.name
-        if choice.keeps_all:
-            lines.append(f"{name}: keeps all {bytes_text(block.everything)}, free when earlier blocks need bytes")
-            continue
-        lines.append(f"{name}: inputs of {bytes_text(block.inputs)}: {choice.inputs.value}")
-        for item in sorted(block.candidates, key=lambda x: -x.seconds / x.size):
-            fate = choice.results.get(item.key, Saved.RECOMPUTE)
-            operator = f"{item.key[0].partition('::')[2]} {item.key[1]}"
-            amounts = (
-                f"{bytes_text(item.size):>9} {item.seconds * 1e6:9.1f} us {1e9 * item.seconds / item.size:9.3g} s/GB"
-            )
-            lines.append(f"  {operator:<40} {amounts}  {fate.value}: {WHY[fate]}")
-    return lines

@@ -23,7 +23,7 @@ from torch.utils._device import _device_constructors
 
 from zeromesh.base.containers import map_tensors
 from zeromesh.base.dry.meta_values import META, copied_value, give
-from zeromesh.base.substitution import KINDS, user_hooks
+from zeromesh.base.substitution import KINDS, of_library, user_hooks
 from zeromesh.base.worker import Worker
 
 TORCH, OURS = (os.path.dirname(str(sys.modules[name].__file__)) + os.sep for name in ("torch", "zeromesh"))  # folders
@@ -108,24 +108,34 @@ def imitated(
 HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "_hooks" in name and value is not None)
 
 
-def code_of(module: nn.Module, values: bool = True) -> Any:
+def code_of(module: nn.Module, values: bool = True) -> tuple[tuple[Any, ...], ...]:
     """Return what decides how a module computes, but for its weights: a proof of one holds for all that are alike.
 
     Numbers and shapes are alike if they are equal, functions and other objects if they are the same.
 
     Args:
         module: any.
-        values: also those of small tensors that are no parameters, which a run without memory does not show.
+        values: also its mode, and shapes and small values of its parameters and buffers; False: only what stays the
+            same while an engine trains it.
+
+    Returns:
+        For each part its name, its class, its attributes, and users' hooks of it.
     """
     return tuple(
         (
             name,
             type(part),
-            tuple((key, _alike(value, values)) for key, value in vars(part).items() if key not in _OF_TORCH),
+            tuple((key, _alike(value, values)) for key, value in vars(part).items() if _decides(key, value, values)),
             tuple((kind, id(hook)) for kind in KINDS for hook, _ in user_hooks(part, kind)),
         )
         for name, part in module.named_modules(remove_duplicate=False)
     )
+
+
+def _decides(key: str, value: Any, values: bool) -> bool:
+    if key in _VALUES:
+        return values
+    return key not in _OF_TORCH and not (key == "forward" and not values and of_library(value))
 
 
 def _alike(value: Any, values: bool) -> Any:
@@ -142,7 +152,8 @@ def _alike(value: Any, values: bool) -> Any:
     return (type(value), value) if isinstance(value, _NUMBERS) else id(value)
 
 
-_OF_TORCH = vars(nn.Module()).keys() - {"training", "_parameters", "_buffers"}
+_VALUES = frozenset({"training", "_parameters", "_buffers"})
+_OF_TORCH = vars(nn.Module()).keys() - _VALUES
 
 
 def is_odd(module: nn.Module) -> bool:

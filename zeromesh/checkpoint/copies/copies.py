@@ -276,15 +276,18 @@ class MemoryCopies:
             return None
         agree_run(self._world, "look for copies", run_copies.hold)  # also on nodes that have none yet
         has = [{part.rank for part in map(_Part._make, parts) if part.copy == newest} for parts in on_node]
-        texts_of_parts = self._descriptions(run_copies.slot(newest.sequence), newest, has)
+        slot = run_copies.slot(newest.sequence)
+        texts_of_parts = self._descriptions(slot, newest, has)
         parts = [json.loads(text) for text in texts_of_parts]
-        if not self._fetch(run_copies.slot(newest.sequence), engine, parts, texts_of_parts, has):
+        if not self._fetch(slot, engine, parts, texts_of_parts, has):
             return None
-        agree_run(
-            self._world,
-            "put copies together",
-            lambda: _put_together(run_copies, newest, parts) if self._leads else None,
-        )
+
+        def put_together() -> None:
+            # So that it is read as a checkpoint; some of its files may be on other nodes.
+            if self._leads:
+                write_manifests(slot, parts[0]["state"], parts)
+
+        agree_run(self._world, "put copies together", put_together)
         return newest
 
     def _descriptions(self, slot: Path, copy: _Copy, has: list[set[int]]) -> list[str]:
@@ -413,11 +416,6 @@ def _newest(on_node: list[list[list[Any]]]) -> _Copy | None:
             return copy
         _log.info("the copy in memory of step %d lacks the parts of %s", copy.steps, named(lacking))
     return None
-
-
-def _put_together(run_copies: Kept, copy: _Copy, parts: list[dict[str, Any]]) -> None:
-    """Write the manifests of a copy, so that it is read as a checkpoint; some of its files may be on other nodes."""
-    write_manifests(run_copies.slot(copy.sequence), parts[0]["state"], parts)
 
 
 def _steps_on_disk(folder: Path) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zeromesh.base.files import read_text
 from zeromesh.checkpoint.checkpoint_folder import locate
-from zeromesh.checkpoint.manifest import MANIFEST
 
 
 class CheckpointFormat(NamedTuple):
@@ -23,28 +23,9 @@ class CheckpointFormat(NamedTuple):
     numbers: bool = False  # the optimizer may number its parameters, whose names a model tells
 
 
-FORMATS: tuple[CheckpointFormat, ...] = (
-    CheckpointFormat("zeromesh", "a checkpoint of ZeroMesh", MANIFEST, "zeromesh_format"),
-    CheckpointFormat(
-        "deepspeed-universal",
-        "a DeepSpeed universal checkpoint",
-        "zero/optimizer_state.pt",
-        "deepspeed",
-        "read_universal",
-    ),
-    CheckpointFormat("deepspeed", "a DeepSpeed ZeRO checkpoint", "*zero_pp_rank_*_optim_states.pt", "deepspeed"),
-    CheckpointFormat(
-        "deepspeed-plain", "a DeepSpeed checkpoint without ZeRO", "mp_rank_*_model_states.pt", "deepspeed", numbers=True
-    ),
-    CheckpointFormat(
-        "megatron", "a Megatron-Core checkpoint (torch_dist)", "common.pt", "torch_distributed", "read_megatron"
-    ),
-    CheckpointFormat("dcp", "a distributed checkpoint of torch", ".metadata", "torch_distributed", numbers=True),
-    CheckpointFormat("hf", "a folder of safetensors", "model.safetensors*", "huggingface_weights"),
-    CheckpointFormat(
-        "lightning", "a Lightning checkpoint", "*.ckpt", "lightning_checkpoints", in_file=True, numbers=True
-    ),
-)
+_ROWS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("formats.json").read_text(encoding="utf-8"))
+
+FORMATS = tuple(CheckpointFormat(**row) for row in _ROWS)
 """Formats that are read, the more specific first."""
 
 _LATEST = ("latest_universal", "latest", "latest_checkpointed_iteration.txt")

@@ -29,10 +29,6 @@ _log = logging.getLogger(__name__)
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
-def _widened(reader: Reader, name: str) -> torch.Tensor:
-    return reader.tensor(name).float()
-
-
 def read(folder: Path) -> Contents:
     """Return the contents of a checkpoint; no tensor is read yet, and the files are there and whole."""
     reader = Reader(folder)
@@ -42,11 +38,10 @@ def read(folder: Path) -> Contents:
     contents = Contents("a checkpoint of ZeroMesh")
     for name in sorted(reader.names):
         if name.startswith(("parameter/", "buffer/", "optimizer/")):
-            shape = reader.shape(name)
-            read_it, dtype = partial(reader.tensor, name), reader.dtype(name)
+            shape, dtype = reader.shape(name), reader.dtype(name)
             if name.startswith("optimizer/") and dtype is torch.bfloat16:  # other libraries take states in fp32
-                read_it, dtype = partial(_widened, reader, name), torch.float32
-            contents.parts.append(Box(name, shape, dtype, 0, prod(shape), read_it))
+                dtype = torch.float32
+            contents.parts.append(Box(name, shape, dtype, 0, prod(shape), partial(reader.tensor, name)))
     parameters = manifest.get("parameters", {})
     contents.frozen = {name for name, facts in parameters.items() if not facts["trainable"]}
     contents.dtypes = {name: getattr(torch, facts["dtype"]) for name, facts in parameters.items()}

@@ -111,13 +111,11 @@ class Placing:
 
     def balance_experts(self) -> None:
         """Listen to routers, and let their losses be those of the configuration."""
-        self.balance = balance_of(self.plan, self._added_factor, self._write_parameter)
-
-    def _added_factor(self) -> float:
-        return self.placed.accumulation.added_factor()
-
-    def _write_parameter(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
-        write_parameter(self.placed.flats, parameter, value)
+        self.balance = balance_of(
+            self.plan,
+            lambda: self.placed.accumulation.added_factor(),
+            lambda parameter, value: write_parameter(self.placed.flats, parameter, value),
+        )
 
     def spread_sequences(self) -> None:
         """Spread sequences over the ranks of the context axis."""
@@ -197,10 +195,8 @@ class Placing:
         if self.experts:
             from zeromesh.parallel.expert.place import holdings
 
-            split, experts = (
-                split | holdings(plan.mesh, self.experts),
-                [item.caller for item in self.experts],
-            )
+            split |= holdings(plan.mesh, self.experts)
+            experts = [item.caller for item in self.experts]
         tied, idle = ({}, ()) if stages is None else (stages.tied, stages.idle)
         part = ModelPart(split, tied, idle, experts)
         managed = settings.managed_gradient_accumulation
@@ -311,11 +307,6 @@ class Placing:
             # A leaf has nothing inside that would be kept; recomputing it only costs time.
             inner = (name for name, module in units if chosen.targets or next(module.children(), None) is not None)
             plans = dict.fromkeys(inner, row)
-        elif settings.compile.enabled and any(plan.moves and plan.results for plan in plans.values()):
-            raise ValueError(
-                "a plan of saved tensors moves results, or inputs beside kept results, to the host, which cannot be "
-                "compiled; plan without moves, or set compile.enabled to false"
-            )
         if any(plan.moves for plan in plans.values()):
             from zeromesh.parallel.activation.activation_store import ActivationStore
 

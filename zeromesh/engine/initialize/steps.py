@@ -52,7 +52,6 @@ from zeromesh.shard.parameters import hooks
 
 if TYPE_CHECKING:
     from zeromesh.base.loader import Loader
-    from zeromesh.base.saved_tensors import BlockPlan
     from zeromesh.config.settings import Resolved, Settings
     from zeromesh.parallel.expert.forms import Experts
 
@@ -152,11 +151,8 @@ def _is_driven(module: nn.Module) -> bool:
     return any(isinstance(hook, hooks.Hook) for hook in module._forward_pre_hooks.values())
 
 
-def plan_run(chosen: Arguments, settings: Settings, mesh: Mesh, saved: Mapping[str, BlockPlan] | None = None) -> Plan:
-    """Decide where each part of the model will be, and make or try what updates it, while the model is as it was.
-
-    ``saved`` is what the blocks leave for their backward, by name, where the settings leave that to the planner.
-    """
+def plan_run(chosen: Arguments, settings: Settings, mesh: Mesh) -> Plan:
+    """Decide where each part of the model will be, and make or try what updates it, while the model is as it was."""
     model, resolved = chosen.model, settings.resolve(mesh.data_size, mesh.sizes, elastic=may_restart())
     world, first = mesh.group("world"), mesh.rank == 0
     if resolved.debug.collectives:
@@ -213,7 +209,6 @@ def plan_run(chosen: Arguments, settings: Settings, mesh: Mesh, saved: Mapping[s
             optimizer=optimizer,
             scheduler=scheduler,
             offload=offload,
-            saved=saved,
         )
 
     plan = agree_run(world, "prepare its optimizer, schedule and monitors", prepare)

@@ -109,40 +109,52 @@ class Profile:
         }
         yield from (f"  {name:<14}{text}" for name, text in rows.items())
         yield FORMULAS
-        yield from self._module_lines(each)
+        chosen = self._chosen
+        yield from module_lines(
+            self._model, counted, chosen.module_depth, chosen.top_modules, chosen.detailed, self._micro_batches
+        )
 
-    def _module_lines(self, each: int) -> Iterator[str]:
-        """Yield modules by depth, those with the most operations first; then, if asked for, all in their order."""
-        levels: dict[int, list[str]] = {}
-        for name, _ in self._model.named_modules():
-            depth = name.count(".") + 1 if name else 0
-            if self._chosen.module_depth < 0 or depth <= self._chosen.module_depth:
-                levels.setdefault(depth, []).append(name)
-        yield "  modules with the most operations, forward"
-        for depth, names in levels.items():
-            ranked = sorted(names, key=lambda name: -self._inside(name))
-            most = ranked[: self._chosen.top_modules]
-            yield from (self._module_line(name, each, f"depth {depth}: ") for name in most)
-        if self._chosen.detailed:
-            yield "  all modules"
-            shown = {name for names in levels.values() for name in names}
-            yield from (self._module_line(n, each, "") for n, _ in self._model.named_modules() if n in shown)
 
-    def _inside(self, name: str) -> int:
-        """Return the operations inside of a module."""
-        if name in self._operations.modules:
-            return self._operations.modules[name]
+def module_lines(
+    model: nn.Module, counted: Operations, depth: int, top: int, detailed: bool, micro_batches: int = 1
+) -> Iterator[str]:
+    """Yield modules by depth, those with the most operations first; then, if ``detailed``, all in their order.
+
+    Args:
+        model: of which operations were counted.
+        counted: the operations.
+        depth: of the modules that are shown; -1: all.
+        top: number of modules at each depth.
+        detailed: show all.
+        micro_batches: number by which operations are divided.
+    """
+    levels: dict[int, list[str]] = {}
+    for name, _ in model.named_modules():
+        level = name.count(".") + 1 if name else 0
+        if depth < 0 or level <= depth:
+            levels.setdefault(level, []).append(name)
+
+    def inside(name: str) -> int:
+        if name in counted.modules:
+            return counted.modules[name]
         # One that is not called itself, such as a list, has those of its children.
-        children = self._model.get_submodule(name).named_children()
-        return sum(self._inside(f"{name}.{child}".lstrip(".")) for child, _ in children)
+        children = model.get_submodule(name).named_children()
+        return sum(inside(f"{name}.{child}".lstrip(".")) for child, _ in children)
 
-    def _module_line(self, name: str, each: int, before: str) -> str:
-        module = self._model.get_submodule(name)
-        count = self._inside(name) / each
-        share = count * each / max(1, self._operations.forward)
+    def line(name: str, before: str) -> str:
+        module, count = model.get_submodule(name), inside(name)
         size = scaled_text(sum(p.numel() for p in module.parameters()))
         label = f"{before}{name or '(model)'} ({type(module).__name__})"
-        return f"    {label:<56}{size:>10} parameters  {_flops(count):>12}  {share:>6.1%}"
+        share = count / max(1, counted.forward)
+        return f"    {label:<56}{size:>10} parameters  {_flops(count / micro_batches):>12}  {share:>6.1%}"
+
+    yield "  modules with the most operations, forward"
+    for level, names in levels.items():
+        yield from (line(name, f"depth {level}: ") for name in sorted(names, key=lambda name: -inside(name))[:top])
+    if detailed:
+        yield "  all modules"
+        shown = {name for names in levels.values() for name in names}
+        yield from (line(name, "") for name, _ in model.named_modules() if name in shown)
 
 
 def _flops(count: float) -> str:

@@ -77,8 +77,10 @@ class ActivationStore:
         # A copy of the model, or one that is saved, has no store: its inputs stay where they are.
         return type(None), ()
 
-    def visit(self, forward: Callable[..., Any]) -> Visit:
-        """Return a place for what a call of a block's forward leaves until the backward."""
+    def visit(self, forward: Callable[..., Any]) -> Visit | None:
+        """Return a place for what a call of a block's forward leaves until the backward; None inside of another."""
+        if _inside.get() or torch.compiler.is_compiling():
+            return None
         if id(forward) in self._seen:  # another pass begins
             self._seen, self._last = set(), None
             self._known.clear()
@@ -86,12 +88,6 @@ class ActivationStore:
         visit = Visit(self, self._last)
         self._last = ref(visit)
         return visit
-
-    @staticmethod
-    def active() -> bool:
-        """Return whether a block's inputs are kept now."""
-        # Inside of another block whose inputs are kept, only the outermost one keeps any.
-        return torch.is_grad_enabled() and not _inside.get() and not torch.compiler.is_compiling()
 
     def moves_input(self, tensor: Tensor) -> bool:
         """Return whether an input of a block waits elsewhere."""
@@ -296,6 +292,8 @@ class _Inputs:
         self._tree = map_tensors((args, kwargs), take)
         self._places = {id(place): n for n, place in enumerate(places)}
         self._kept = entries
+        stream = visit.store.stream
+        self._copied = None if stream is None else stream.record_event()
 
     def __call__(self, _: Tensor, *staying: Tensor) -> Any:
         called_with, self._called_with = self._called_with, None
@@ -306,6 +304,9 @@ class _Inputs:
             return self._forward(*args, **kwargs)
         finally:
             _inside.reset(token)
+            if self._copied is not None:
+                # What the caller does next may change an input in place.
+                torch.accelerator.current_stream(self._visit.store.device).wait_event(self._copied)
 
     def _restored(self, staying: tuple[Tensor, ...]) -> tuple[Any, Any]:
         rest = iter(staying)

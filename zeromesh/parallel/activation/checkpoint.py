@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zeromesh.base.saved_tensors import BlockPlan, Saved
 from zeromesh.parallel.activation.choices import chooses, with_choices
@@ -20,7 +20,14 @@ if TYPE_CHECKING:
     from zeromesh.parallel.activation.activation_store import ActivationStore
 
 
-Contexts = Callable[[], tuple[Any, Any]]  # of a forward and of its recomputation
+class _How(NamedTuple):
+    """Way in which a block is checkpointed."""
+
+    plan: BlockPlan
+    store: ActivationStore | None = None  # where the plan moves tensors to; None: they stay where they are
+    compiled: Callable[[], tuple[Any, Any]] | None = (
+        None  # contexts in which torch's compiler traces it, where it keeps
+    )
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -34,36 +41,24 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         *args: its arguments.
         **kwargs: its keyword arguments.
     """
-    return _checkpoint(None, function, modules_of(function), BlockPlan(), None, args, kwargs)
+    return checkpoint_with(None, function, *args, **kwargs)
 
 
 def checkpoint_with(store: ActivationStore | None, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Checkpoint a call, as ``checkpoint``.
-
-    Args:
-        store: where its inputs wait; None: where they are.
-        function: as for ``checkpoint``.
-        *args: its arguments.
-        **kwargs: its keyword arguments.
-    """
-    return _checkpoint(store, function, modules_of(function), BlockPlan(Saved.MOVE), None, args, kwargs)
+    """Checkpoint a call, as ``checkpoint``; its inputs wait in a store, or, for None, where they are."""
+    return _checkpoint(_How(BlockPlan(Saved.MOVE), store), function, modules_of(function), args, kwargs)
 
 
 def _checkpoint(
-    store: ActivationStore | None,
-    function: Callable[..., Any],
-    modules: Sequence[nn.Module],
-    plan: BlockPlan,
-    compiled: Contexts | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    how: _How, function: Callable[..., Any], modules: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     # Imported here: it loads parts of torch that a run without checkpointing does not need.
     from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-    visit = store.visit(function) if store is not None and store.active() else None
+    plan, store, compiled = how
+    visit = None if store is None else store.visit(function)
     options: dict[str, Any] = {"use_reentrant": False}
     if compiled is not None:
         if torch.compiler.is_compiling():
@@ -85,6 +80,73 @@ def _checkpoint(
     return torch_checkpoint(Repeatable(function, modules), *args, **kwargs, **options)
 
 
+def checkpoint_parts(
+    function: Callable[..., Any],
+    modules: Sequence[nn.Module],
+    tensors: Sequence[Tensor],
+    cut: Callable[[Tensor], Sequence[Tensor]],
+) -> list[Any]:
+    """Call a function with each part of some tensors, and keep only these.
+
+    They are saved before the first call: a block around it that is computed again, and ends with it, stops there.
+
+    Args:
+        function: takes one part of each tensor.
+        modules: that it computes with.
+        tensors: to cut.
+        cut: returns the parts of a tensor, as views.
+
+    Returns:
+        What each call returns.
+    """
+    if not torch.is_grad_enabled():
+        return [function(*part) for part in zip(*map(cut, tensors), strict=True)]
+    inputs = _Saved(tensors, cut)
+    results = []
+    for number, part in enumerate(zip(*map(cut, tensors), strict=True)):
+        call = partial(_call_part, function, inputs, number, [part])
+        # What torch saves for the call itself is nothing that a block around it would have to compute again.
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            # Of no elements: torch keeps the random states of the devices of what it is given.
+            results.append(_checkpoint(_How(BlockPlan()), call, modules, (part[0].new_empty(0),), {}))
+    return results
+
+
+class _Saved:
+    """Tensors that autograd has saved, to be cut in the backward."""
+
+    def __init__(self, tensors: Sequence[Tensor], cut: Callable[[Tensor], Sequence[Tensor]]) -> None:
+        self._node: Any = _Save.apply(torch.empty(0, device="cpu", requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
+        self._cut, self._parts, self._task = cut, dict[int, tuple[Tensor, ...]](), -1
+
+    def part(self, number: int) -> tuple[Tensor, ...]:
+        """Return one part of each tensor."""
+        task = torch._C._current_graph_task_id()
+        if task == -1 or task != self._task or number not in self._parts:
+            # Once for all parts of a backward: a checkpoint around this gives what it computes again only once.
+            parts = zip(*map(self._cut, self._node.grad_fn.saved_tensors), strict=True)
+            self._parts, self._task = dict(enumerate(parts)), task
+        return self._parts.pop(number)
+
+
+class _Save(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, empty: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return empty.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise AssertionError("nobody differentiates by what is only saved")
+
+
+def _call_part(
+    function: Callable[..., Any], inputs: _Saved, number: int, first: list[tuple[Tensor, ...]], _: Tensor
+) -> Any:
+    """Call a function with a part, which is given at first, and taken from what was saved later."""
+    return function(*(first.pop() if first else inputs.part(number)))
+
+
 def checkpoint_modules(
     modules: Iterable[nn.Module], store: ActivationStore | None = None, plan: BlockPlan | None = None
 ) -> None:
@@ -96,14 +158,14 @@ def checkpoint_modules(
         plan: of each of these modules; None: of their inputs alone, which stay, or go where there is a store.
     """
     plan = plan or BlockPlan(inputs=Saved.KEEP if store is None else Saved.MOVE)
-    compiled = None
+    how = _How(plan, store)
     if plan.results or plan.keeps is not None:
         from zeromesh.parallel.activation.selective import compiled_contexts
 
-        compiled = compiled_contexts(plan)
+        how = _How(plan, store, compiled_contexts(plan))
     # Their forward and not they themselves: their hooks run around it, once.
     for module in () if plan.keeps_all else modules:
-        module.forward = partial(_without_cache, module.forward, store, plan, compiled, module)
+        module.forward = partial(_without_cache, module.forward, how, module)
 
 
 def compile_forward(module: nn.Module, **options: Any) -> None:
@@ -112,23 +174,14 @@ def compile_forward(module: nn.Module, **options: Any) -> None:
     # Inside the checkpoint if the inputs wait elsewhere, since moving them cannot be traced, and where experts are: the
     # graph breaks there, and torch compiles a recomputed region only as one graph.
     apart = isinstance(forward, partial) and forward.func is _without_cache
-    if apart and (forward.args[1] is not None or chooses(module.modules())):
+    if apart and (forward.args[1].store is not None or chooses(module.modules())):
         compiled: Any = partial(_without_cache, torch.compile(forward.args[0], **options), *forward.args[1:])
     else:
         compiled = torch.compile(forward, **options)
     module.forward = compiled
 
 
-def _without_cache(
-    forward: Callable[..., Any],
-    store: ActivationStore | None,
-    plan: BlockPlan,
-    compiled: Contexts | None,
-    module: nn.Module,
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def _without_cache(forward: Callable[..., Any], how: _How, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Checkpoint a call, without the cache of keys and values that transformers may pass."""
     # What is computed twice must not be added to a cache twice.
     if torch.is_grad_enabled():
@@ -136,7 +189,7 @@ def _without_cache(
         kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
         kwargs |= {"use_cache": False} if kwargs.get("use_cache") else {}
     # The module's own forward may have been replaced by a function that does not show it.
-    return _checkpoint(store, forward, list(module.modules()), plan, compiled, args, kwargs)
+    return _checkpoint(how, forward, list(module.modules()), args, kwargs)
 
 
 def _is_cache(value: Any) -> bool:

@@ -7,7 +7,7 @@ would exchange other rows than the graph has kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -136,16 +136,28 @@ def is_choice(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return name not in SELECTIONS or len(operator._schema.returns) == 2
 
 
-class _First(TorchDispatchMode):
-    """Notes choices."""
+def named_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an operator is called with, by the names of its schema."""
+    return dict(zip((argument.name for argument in operator._schema.arguments), args, strict=False)) | dict(kwargs)
+
+
+class Eager(TorchDispatchMode):
+    """Context that sees the operators of code that is not compiled."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run as it is: what it decides is not noted."""
+        """Let compiled code run as it is."""
         return True
 
-    def __init__(self, noted: list[tuple[Any, Tensor]], inner: AbstractContextManager[Any]) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+
+
+class _First(Eager):
+    """Notes choices."""
+
+    def __init__(self, noted: list[tuple[Any, Tensor]], inner: AbstractContextManager[Any]) -> None:
+        super().__init__()
         self._noted, self._inner, self._next = noted, inner, 0
 
     def __enter__(self) -> Any:
@@ -180,16 +192,14 @@ class _Again(_First):
             )
         self._next += 1
         if _name(func) in SELECTIONS:
-            return _selected(func, choice.clone(), *args, **kwargs)
+            return _selected(choice.clone(), args[0], named_arguments(func, args, kwargs).get("dim", -1))
         if func._schema.is_mutable:
             return args[0].copy_(choice)
         return choice.clone()
 
 
-def _selected(func: Any, index: Tensor, scores: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+def _selected(index: Tensor, scores: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Return the values of the recomputed scores at the places chosen before, and these."""
-    named = dict(zip((argument.name for argument in func._schema.arguments[1:]), args, strict=False)) | kwargs
-    dim = named.get("dim", -1)
     if scores.ndim == 0:
         return scores.clone(), index
     flat = index.ndim < scores.ndim

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from zeromesh.base.containers import tensors_of
 from zeromesh.base.saved_tensors import BlockPlan, Saved
 from zeromesh.parallel.activation.activation_store import Visit, checksum
-from zeromesh.parallel.activation.choices import is_choice
+from zeromesh.parallel.activation.choices import Eager, is_choice, named_arguments
 
 _log = logging.getLogger("zeromesh")
 
@@ -213,9 +213,9 @@ def _address(value: Tensor) -> int:
 
 def _written(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the arguments that an operator changes."""
-    arguments = operator._schema.arguments
-    named = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
-    return [named.get(x.name) for x in arguments if x.alias_info is not None and x.alias_info.is_write]
+    named = named_arguments(operator, args, kwargs)
+    written = (x.name for x in operator._schema.arguments if x.alias_info is not None and x.alias_info.is_write)
+    return [named.get(name) for name in written]
 
 
 def _averages(call: partial[Any]) -> list[Tensor]:
@@ -237,18 +237,13 @@ def _generator(call: partial[Any]) -> torch.Generator | None:
     return generators[device.index or 0] if generators else None
 
 
-class _Numbered(TorchDispatchMode):
+class _Numbered(Eager):
     """Context in which a block's operators are numbered."""
 
     supports_higher_order_operators = True
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run as it is: its results are computed again."""
-        return True
-
     def __init__(self, results: BlockResults, how: Callable[..., Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._results, self._how = results, how
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

@@ -7,9 +7,10 @@ and outputs stay whole. Source: Bekman et al., "Arctic Long Sequence Training", 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any, Literal
 
@@ -20,11 +21,13 @@ from zeromesh.base.dry.meta_values import META
 from zeromesh.base.dry.model_copy import code_of
 from zeromesh.base.in_place import version
 from zeromesh.base.modes import modes_of, set_modes
-from zeromesh.parallel.activation.checkpoint import checkpoint
+from zeromesh.parallel.activation.checkpoint import checkpoint_parts
 from zeromesh.parallel.activation.choices import chooses
 from zeromesh.parallel.follow.split_activation import SplitActivation
 from zeromesh.parallel.follow.token_check import TokenCheck
 from zeromesh.parallel.follow.tokens import MixesTokens
+
+_log = logging.getLogger("zeromesh")
 
 SMALLEST = 1024
 """Least number of tokens of a tile with "width": smaller products take longer for each token."""
@@ -128,7 +131,7 @@ class TokenApartness(TokenCheck):
 def _state(module: nn.Module, inputs: list[Tensor]) -> dict[str, Any]:
     """Return what a forward may change, by what it is."""
     with torch._C.DisableTorchFunction():
-        versions = {f"its buffer {name}": version(x) for name, x in module.named_buffers()}
+        versions: dict[str, Any] = {f"its buffer {name}": (id(x), version(x)) for name, x in module.named_buffers()}
         return versions | {"its argument": [*map(version, inputs)], "an attribute": code_of(module, values=False)}
 
 
@@ -212,34 +215,54 @@ def tile_modules(model: nn.Module, tiled_modules: Mapping[str, Tiled], tokens: i
         if module is None or next(module.parameters(), None) is None:
             continue  # it is of another stage
         size = max(SMALLEST, tiled.width) if tokens == "width" else tokens
-        module.forward = partial(_in_tiles, module.forward, module, name, tiled, size)
+        module.forward = _InTiles(module, name, tiled, size)
 
 
-def _in_tiles(
-    forward: Callable[..., Any], module: nn.Module, name: str, tiled: Tiled, tokens: int, /, *args: Any, **kwargs: Any
-) -> Any:
-    """Return the module's result, computed tile by tile."""
-    keys, tensors = tuple(kwargs), (*args, *kwargs.values())
-    shapes = {x.shape if isinstance(x, Tensor) else None for x in tensors}
-    first: Any = next(iter(tensors), None)
-    dims = " or ".join(map(str, sorted(tiled.dims)))
-    if len(tensors) != tiled.count or len(shapes) != 1 or first is None or first.ndim not in tiled.dims:
-        raise ValueError(
-            f"{name} ({type(module).__name__}) is called with other arguments than those that were checked, "
-            f"{tiled.count} tensor(s) of shape (batch, tokens, width), with {dims} dims: "
-            "leave it out of tiling.modules, or set tiling.mlp to null"
-        )
-    dim = first.ndim - 2
-    size = max(1, tokens // prod(first.shape[:dim]))
-    if first.shape[dim] <= size:
-        return forward(*args, **kwargs)
-    tiles = zip(*(x.split(size, dim) for x in tensors), strict=True)
-    # ``module`` shows the buffers, which a recomputation leaves alone.
-    call = partial(_call, module, forward, keys)
-    return torch.cat([checkpoint(call, *tile) for tile in tiles], dim)
+class _InTiles:
+    """Forward of a module that computes a tile of tokens at a time, as long as its code is that which was checked."""
+
+    def __init__(self, module: nn.Module, name: str, tiled: Tiled, tokens: int) -> None:
+        self._forward, self._module, self._name, self._tiled, self._tokens = module.forward, module, name, tiled, tokens
+        self._code: tuple[Any, ...] | None = code_of(module, values=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Functions and other objects of a copy are others, which it notes when it is first called.
+        same = self._code is None or self._code == code_of(self._module, values=False)
+        return vars(self) | {"_code": None if same else ()}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's result."""
+        keys, tensors = tuple(kwargs), (*args, *kwargs.values())
+        tiled, kind = self._tiled, type(self._module).__name__
+        shapes = {x.shape if isinstance(x, Tensor) else None for x in tensors}
+        first: Any = next(iter(tensors), None)
+        if len(tensors) != tiled.count or len(shapes) != 1 or first is None or first.ndim not in tiled.dims:
+            raise ValueError(
+                f"{self._name} ({kind}) is called with other arguments than those that were checked, {tiled.count} "
+                f"tensor(s) of shape (batch, tokens, width), with {' or '.join(map(str, sorted(tiled.dims)))} dims: "
+                "leave it out of tiling.modules, or set tiling.mlp to null"
+            )
+        dim = first.ndim - 2
+        size = max(1, self._tokens // prod(first.shape[:dim]))
+        if first.shape[dim] <= size:
+            return self._forward(*args, **kwargs)
+        now = code_of(self._module, values=False)
+        self._code = now if self._code is None else self._code
+        if now != self._code:
+            _tell_changed(self._name, kind, next((part[0] for part in now if part not in self._code), ""))
+            return self._forward(*args, **kwargs)
+        call, modules = partial(self._of_tile, keys), list(self._module.modules())
+        return torch.cat(checkpoint_parts(call, modules, tensors, lambda x: x.split(size, dim)), dim)
+
+    def _of_tile(self, keys: tuple[str, ...], *tensors: Tensor) -> Any:
+        begin = len(tensors) - len(keys)
+        tensors = tuple(x.contiguous() for x in tensors)  # code may want views of what were whole sequences
+        return self._forward(*tensors[:begin], **dict(zip(keys, tensors[begin:], strict=True)))
 
 
-def _call(module: nn.Module, forward: Callable[..., Any], keys: tuple[str, ...], /, *tensors: Tensor) -> Any:
-    begin = len(tensors) - len(keys)
-    tensors = tuple(x.contiguous() for x in tensors)  # code may want views of what were whole sequences
-    return forward(*tensors[:begin], **dict(zip(keys, tensors[begin:], strict=True)))
+@cache
+def _tell_changed(name: str, kind: str, part: str) -> None:
+    _log.warning(
+        f"hooks or attributes of {'.'.join(filter(None, (name, part)))} have changed since {name} ({kind}) was checked "
+        "for tiles of tokens, so that it computes all tokens at once; change it before zeromesh.initialize"
+    )

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from operator import is_not
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from zeromesh.base.linear_arithmetic import is_transposed
 from zeromesh.base.model_names import BIASES, OF_SCORES
+from zeromesh.base.substitution import code_inside, computes_as, is_known
 from zeromesh.comm.collectives import Group
 from zeromesh.parallel.follow.activation_parts import join_parts, replace_forward
 from zeromesh.parallel.follow.token_check import TokenCheck
@@ -60,6 +62,12 @@ def apply(
             splitting.tag += 4
         for step in member.style.steps:
             step(member, splitting)
+    split = {member.name: member.module for member in resolved.members if member.style.plain}
+    for name in {name.rpartition(".")[0] for name in split}:
+        around = modules[name]
+        if is_known(around) or computes_as(around, nn.Sequential):  # others' code is followed
+            layers = {*split.values()}
+            around.register_forward_pre_hook(partial(_require_same_code, name, layers, code_inside(around, layers)))
     join_parts(resolved, modules, blocks, [name for stack in stacks for name in stack.whole])
     _require_slow_paths(resolved, modules)
     for module in model.modules():
@@ -83,6 +91,20 @@ def apply(
         names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         hook = eager(_cut_arguments, names=names, queries=heads.queries, group=group)
         modules[name].register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _require_same_code(name: str, split: Collection[nn.Module], code: list[Any], module: nn.Module, args: Any) -> None:
+    """Refuse parts of activations in code that a user has put there since the plan was made."""
+    if torch.compiler.is_compiling():
+        return
+    now = code_inside(module, split)
+    if len(now) != len(code) or any(map(is_not, now, code)):
+        where = f"{name or 'the model'} ({type(module).__name__})"
+        raise ValueError(
+            f"modules, functions or hooks inside of {where} have changed since its layers were split, and would be "
+            "given this rank's part of an activation; change them before zeromesh.initialize, or register hooks on the "
+            "module itself"
+        )
 
 
 def _require_whole(parts: dict[str, tuple[int, ...]], module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -6,17 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 
-
-class Scaler(Protocol):
-    """The part of a loss scaler that a backward needs."""
-
-    @property
-    def scale(self) -> float:
-        """The factor of the loss."""
+from zeromesh.shard.optim.scaler import LossScaler
 
 
 @dataclass(frozen=True)
@@ -59,7 +52,7 @@ _record = _Record()
 class Accumulation:
     """Counts micro-batches, and knows which of them is the last one before an update."""
 
-    def __init__(self, steps: int, scaler: Scaler | None = None, managed: bool = True) -> None:
+    def __init__(self, steps: int, scaler: LossScaler | None = None, managed: bool = True) -> None:
         self.steps = steps  # micro-batches per update
         self.managed = managed  # False: every call of ``step`` is an update, of any number of micro-batches
         self.backwards = 0  # since the last update

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from enum import Enum
 from queue import SimpleQueue
-from typing import Protocol
 
 import torch
 from torch import nn
 
-from zeromesh.base.kernels.update_pass import StepInput, UpdateStep, update
 from zeromesh.base.kernels.update_pass import UpdatePiece as Elements
+from zeromesh.base.kernels.update_pass import UpdateStep, update
 from zeromesh.base.placement import Tier
 from zeromesh.base.worker import Worker
 from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.gradients.gradient import Arrival, Gradient
+from zeromesh.shard.optim.host import HostSteps
 from zeromesh.shard.parameters.absent_guard import change_class, watched_class
 from zeromesh.shard.parameters.flat import Flat
 from zeromesh.shard.store.link import DONE, Copy, Link
@@ -34,25 +34,6 @@ from zeromesh.shard.store.window import StateWindow, pieces_in, whole_window
 
 MOST_PAUSES = 31  # updates without any that begins early, after several in a row that did not count
 OWN_REFERENCES = 4  # to a state: of the optimizer, of a tuple of states, of who asks, and of who counts
-
-
-class HostUpdate(Protocol):
-    """Update of an optimizer's pieces on the host."""
-
-    factor: float  # gradients are multiplied with it
-    narrow: frozenset[str]  # names of states that are bf16, of which all are updated so, wherever they rest
-
-    def takes(self, parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
-        """Return whether the parameter is updated so, from such a gradient."""
-
-    def step(self, inputs: Sequence[StepInput]) -> None:
-        """Take one step."""
-
-    def coming(self, parameter: nn.Parameter) -> tuple[UpdateStep, tuple[torch.Tensor, ...]] | None:
-        """The next step of a parameter, and the states that it changes; None where there are none yet."""
-
-    def adopt(self, parameter: nn.Parameter, states: Sequence[torch.Tensor]) -> None:
-        """Count a step of a parameter that was taken elsewhere, whose states are now these; none: as they were."""
 
 
 def can_begin_early(flat: Flat, mesh: Mesh) -> bool:
@@ -140,7 +121,7 @@ class EarlyUpdates:
     # alone.
 
     def __init__(self, store: Tiers, mesh: Mesh, link: Link, pinned: bool) -> None:
-        self._steps: Callable[[], HostUpdate | None] | None = None  # set by ``ask``
+        self._steps: Callable[[], HostSteps | None] | None = None  # set by ``ask``
         self._flats = {id(flat.gradient): flat for flat in store.early}
         self._swap = store.swap
         self._device, self._pinned = mesh.device, pinned
@@ -148,7 +129,7 @@ class EarlyUpdates:
         self._states = store.states
         self._next: dict[Flat, _Next] = {}
         self._tasks: dict[Flat, _Task] = {}
-        self._update: HostUpdate | None = None
+        self._update: HostSteps | None = None
         self._arrived: list[Flat] = []
         self._ready: list[Flat] = []
         self._order: list[Flat] = []  # in which gradients became whole in the last update
@@ -170,7 +151,7 @@ class EarlyUpdates:
 
     # During the backward.
 
-    def ask(self, steps: Callable[[], HostUpdate | None]) -> None:
+    def ask(self, steps: Callable[[], HostSteps | None]) -> None:
         """Ask ``steps`` for the update when its first gradient is whole; before this call nothing begins early."""
         self._steps = steps
 
@@ -206,7 +187,7 @@ class EarlyUpdates:
         self._tasks[flat] = task
         self._queue.put(task)
 
-    def _task(self, flat: Flat, gradient: Gradient, steps: HostUpdate) -> _Task | None:
+    def _task(self, flat: Flat, gradient: Gradient, steps: HostSteps) -> _Task | None:
         """Return the update to compute; None if the optimizer's own step does it, or makes the states first."""
         shard = gradient.shard
         assert shard is not None
@@ -294,7 +275,7 @@ class EarlyUpdates:
 
     # When the update is asked for, or will not be.
 
-    def counted(self, steps: HostUpdate | None) -> set[Flat]:
+    def counted(self, steps: HostSteps | None) -> set[Flat]:
         """Stop, and forget what does not count of the update ``steps``; ``adopt`` the rest, all of it.
 
         Raises:
@@ -325,7 +306,7 @@ class EarlyUpdates:
             self._forget()
         return flats
 
-    def adopt(self, steps: HostUpdate, flat: Flat) -> None:
+    def adopt(self, steps: HostSteps, flat: Flat) -> None:
         """Let the update of one flat buffer count, and send the new parameters to its shard."""
         assert self._state is EarlyState.COUNTED, self._state
         task = self._tasks.pop(flat)
@@ -421,7 +402,7 @@ def _compute(task: _Task, window: StateWindow | None = None) -> None:
     update(pieces, task.factor)
 
 
-def _holds(task: _Task, steps: HostUpdate) -> bool:
+def _holds(task: _Task, steps: HostSteps) -> bool:
     flat = task.flat
     if flat.gradient is None or flat.gradient.shard is not task.shard or steps.factor != task.factor:
         return False

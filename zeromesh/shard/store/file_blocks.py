@@ -22,7 +22,7 @@ from zeromesh.shard.store.swap_file import aligned
 
 
 class FileBlocks:
-    """A ``BlockStore`` in a swap file of this process; all of it raises OSError if the disk fails."""
+    """Blocks as ``MemoryBlocks``, in a swap file of this process; all of it raises OSError if the disk fails."""
 
     in_memory = False
 

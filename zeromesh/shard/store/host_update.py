@@ -11,22 +11,22 @@ from zeromesh.base.kernels.update_pass import StatesApart, StepInput
 from zeromesh.base.piece import Piece
 from zeromesh.base.placement import Tier
 from zeromesh.base.spans import span
+from zeromesh.shard.optim.host import HostSteps
 from zeromesh.shard.parameters.flat import Flat
-from zeromesh.shard.store.early import HostUpdate
 from zeromesh.shard.store.link import Link
 from zeromesh.shard.store.memory import Staging
 from zeromesh.shard.store.tiers import Tiers
 from zeromesh.shard.store.window import StateWindow, pieces_in
 
 
-def pieces_on_host(flat: Flat, steps: HostUpdate | None) -> Iterator[tuple[int, slice, Piece]]:
+def pieces_on_host(flat: Flat, steps: HostSteps | None) -> Iterator[tuple[int, slice, Piece]]:
     """Yield the pieces that ``steps`` updates, from the shard of their gradient, and not the optimizer itself."""
     shard = None if flat.gradient is None else flat.gradient.shard
     if steps is not None and shard is not None and (steps.narrow or flat.optimizer_tier is not Tier.DEVICE):
         yield from (entry for entry in flat.pieces if steps.takes(entry[2].parameter, shard))
 
 
-class HostUpdates:
+class HostStepss:
     """Updates masters and writes the new parameters; those of masters on the host in the same pass."""
 
     def __init__(self, store: Tiers, link: Link, pinned: bool) -> None:
@@ -34,7 +34,7 @@ class HostUpdates:
         self._store = store
         self._staging = Staging(link, pinned)
 
-    def update(self, steps: HostUpdate, flat: Flat, windows: Iterator[StateWindow]) -> None:
+    def update(self, steps: HostSteps, flat: Flat, windows: Iterator[StateWindow]) -> None:
         """Update one flat buffer, whose windows come next, and its shard; what ``steps`` leaves is only published."""
         if not flat.keeps_states and not any(pieces_on_host(flat, steps)):
             next(windows)
@@ -55,7 +55,7 @@ class HostUpdates:
         elif not on_host:
             flat.write_shard()
 
-    def _step(self, steps: HostUpdate, window: StateWindow, out: torch.Tensor | None) -> None:
+    def _step(self, steps: HostSteps, window: StateWindow, out: torch.Tensor | None) -> None:
         """Update a window of a flat buffer, and write its new parameters to their place in ``out``."""
         flat, gradient = window.flat, window.flat.gradient
         assert gradient is not None

@@ -9,8 +9,9 @@ import ctypes
 import mmap
 import sys
 import weakref
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -214,44 +215,63 @@ class Buffers:
 
 
 class MemoryBlocks:
-    """A ``BlockStore`` in host memory, which is zeros at first. Nothing in it is provisional, or could be closed."""
+    """Blocks of bytes by key in host memory, which are zeros at first; and what stores of other tiers do, too.
+
+    The memory of a block, uint8 and 1-D, is lent until it is given back. ``Swap`` puts masters and optimizer states
+    into blocks, in windows, and ``Stored`` parameters. Masters in halves are the form of a block, and updates during
+    the backward are provisional writes: both work over any store.
+
+    Attributes:
+        in_memory: blocks count in host memory, and are changed in place, never provisionally.
+        nbytes: of the blocks.
+        host_bytes: of the buffers that they are lent in.
+        folder: of files; None here.
+    """
 
     in_memory = True
-    folder, host_bytes = None, 0
+    folder: Path | None = None
+    host_bytes = 0
 
-    def __init__(self, sizes: Mapping[Hashable, int], allocate: Allocate, *_: object) -> None:
+    def __init__(
+        self,
+        sizes: Mapping[Hashable, int],
+        allocate: Allocate,
+        disk: object,
+        rank: int,
+        spares: Collection[Hashable] = (),  # keys of which two versions are there at a time
+    ) -> None:
         self._blocks = {key: allocate(size).zero_() for key, size in sizes.items()}
         self.nbytes = sum(sizes.values())
 
     @staticmethod
     def buffer_sizes(sizes: Iterable[int], disk: object) -> list[int]:
-        """Return no buffers: blocks are used where they rest."""
+        """Return the sizes of the buffers for blocks of these sizes: none, as blocks are used where they rest."""
         return []
 
     def take(self, key: Hashable, read: bool) -> torch.Tensor:
-        """Return a block, where it rests."""
+        """Return a block's memory, with its contents if ``read``."""
         return self._blocks[key]
 
     def changed(self, key: Hashable) -> bool:
-        """Return False: there is nothing to write."""
+        """Return whether the memory of a block that was taken has to be written, by what it holds."""
         return False
 
     def give(self, key: Hashable, write: bool, behind: bool = False) -> None:
-        """Do nothing: the block is where it rests."""
+        """Return a block; with ``write`` it holds something else now. ``behind``: it is written some time later."""
 
     def read_ahead(self, keys: Iterable[Hashable]) -> None:
-        """Do nothing: there is nothing to read."""
+        """Begin to read the blocks that are taken next, in order."""
 
     def stream(self, keys: Sequence[Hashable], write: bool, provisional: bool = False) -> Generator[torch.Tensor]:
-        """Yield blocks in order."""
+        """Yield blocks in order, each until the next one is asked for; what is ``provisional`` awaits ``commit``."""
         assert not provisional
         yield from (self._blocks[key] for key in keys)
 
     def traffic(self) -> DiskTraffic | None:
-        """Return None: there is no disk."""
+        """Return the traffic of the disk so far; None where there is none."""
         return None
 
     def close(self) -> None:
-        """Do nothing: the memory goes with its last user."""
+        """Give all blocks up; ``commit`` and ``drop`` let what was written provisionally count, or forget it."""
 
     commit = drop = close

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -14,57 +13,12 @@ from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.store.file_blocks import FileBlocks
 from zeromesh.shard.store.memory import MemoryBlocks, empty_on
 from zeromesh.shard.store.nvme import Disk
-from zeromesh.shard.store.swap_file import DiskTraffic
 
-
-class BlockStore(Protocol):
-    """Blocks of bytes by key; their memory on the host, uint8 and 1-D, is lent until it is given back.
-
-    It is made of ``(sizes by key, function that makes host memory, Disk or None, rank, keys of which two versions are
-    there at a time)``. ``Swap`` puts masters and optimizer states into blocks, in windows, and ``Stored`` parameters.
-    Masters in halves are the form of a block, and updates during the backward are provisional writes: both work over
-    any store.
-    """
-
-    in_memory: bool  # blocks rest in host memory: they count there, and are changed in place, never provisionally
-    nbytes: int  # of the blocks
-    host_bytes: int  # of the buffers that they are lent in
-    folder: Path | None  # of files
-
-    @staticmethod
-    def buffer_sizes(sizes: Iterable[int], disk: Disk | None) -> list[int]:
-        """Return the sizes of the buffers for blocks of these sizes."""
-
-    def take(self, key: Hashable, read: bool) -> torch.Tensor:
-        """Return a block's memory, with its contents if ``read``."""
-
-    def changed(self, key: Hashable) -> bool:
-        """Return whether the memory of a block that was taken has to be written, by what it holds."""
-
-    def give(self, key: Hashable, write: bool, behind: bool = False) -> None:
-        """Return a block; with ``write`` it holds something else now. ``behind``: it is written some time later."""
-
-    def read_ahead(self, keys: Iterable[Hashable]) -> None:
-        """Begin to read the blocks that are taken next, in order."""
-
-    def stream(self, keys: Sequence[Hashable], write: bool, provisional: bool = False) -> Generator[torch.Tensor]:
-        """Yield blocks in order, each until the next one is asked for; what is ``provisional`` awaits ``commit``."""
-
-    def commit(self) -> None:
-        """Let what was written provisionally count."""
-
-    def drop(self) -> None:
-        """Forget what was written provisionally."""
-
-    def traffic(self) -> DiskTraffic | None:
-        """Return the traffic of the disk so far; None where there is none."""
-
-    def close(self) -> None:
-        """Give all blocks up."""
-
+BlockStore = MemoryBlocks | FileBlocks
+"""Blocks of bytes by key on some tier; ``MemoryBlocks`` says what each method does."""
 
 STORES: dict[Tier, Any] = {Tier.HOST: MemoryBlocks, Tier.NVME: FileBlocks}
-"""Class of the blocks on each tier; see ``BlockStore``. Host memory has blocks for masters in halves alone."""
+"""Class of the blocks on each tier; host memory has blocks for masters in halves alone."""
 
 
 @dataclass(frozen=True)

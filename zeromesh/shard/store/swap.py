@@ -73,16 +73,13 @@ class Rows:
         size = WINDOW if flat.optimizer_tier.in_blocks else max(1, elements)
         self.windows = [slice(first, min(first + size, elements)) for first in range(0, elements, size)]
         self.nbytes = self.block_bytes(slice(0, elements))
-        self.unpacked_bytes = elements * dtype.itemsize if form.split else 0
+        # Host memory beside the buffers of blocks: for the master as a whole, and for one in halves that is joined.
+        joined = self._kinds[0].itemsize * (len(self.windows) > 1) + dtype.itemsize * form.split
+        self.loaded_bytes = elements * joined
 
     def block_bytes(self, window: slice) -> int:
         """Return the bytes of the block of some elements."""
         return sum(round_up((window.stop - window.start) * kind.itemsize, ALIGN) for kind in self._kinds)
-
-    @property
-    def whole_bytes(self) -> int:
-        """Return the bytes of memory beside the buffers of blocks for a master as a whole, if it is not joined."""
-        return self._elements * self._kinds[0].itemsize if len(self.windows) > 1 else 0
 
     def raw(self, memory: torch.Tensor, window: slice | None = None) -> list[torch.Tensor]:
         """Return the rows of a block, 1-D, in their own dtypes: the master or its lower halves, then the states."""
@@ -375,4 +372,4 @@ class Swap:
 
 def loaded_bytes(rows: Collection[Rows]) -> int:
     """Return the bytes of host memory for the largest master, whole as it is at the start, beside those of blocks."""
-    return max((of.whole_bytes + of.unpacked_bytes for of in rows), default=0)
+    return max((of.loaded_bytes for of in rows), default=0)

@@ -129,6 +129,7 @@ class OperatorCall:
     number: int  # of its calls in the block before
     size: Divided  # bytes of its results
     unsaved: Divided  # of those bytes, what autograd does not keep without checkpointing
+    beyond: Divided  # bytes that live when it is done, less those that are saved when the block is done
     kernels: tuple[KernelWork, ...]
     keepable: bool = True  # false: it is changed in place later, or handed on
 

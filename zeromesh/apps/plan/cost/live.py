@@ -127,6 +127,7 @@ class TracedCall(NamedTuple):
     number: int  # of calls of this operator in the slot before
     results: tuple[TracedStorage, ...]
     kernels: tuple[KernelWork, ...]
+    events: int  # until it was done
 
 
 class _Facts(NamedTuple):
@@ -309,7 +310,7 @@ class StorageRecorder(OperatorListener):
         new_storages = tuple(x for x in result_storages if id(x) not in operand_ids and not (x.known or x.weight))
         if new_storages and not backward:
             works = tuple(kernel for kernel, _ in kernels)
-            self.calls.append(TracedCall(self.slot, operator, number, new_storages, works))
+            self.calls.append(TracedCall(self.slot, operator, number, new_storages, works, len(self.events)))
 
     def _enter_node(self) -> bool:
         """Attribute a backward's operator to the slot of the forward; return whether the forward had a parameter."""

@@ -288,8 +288,9 @@ class _Trace:
         for work in self.recorder.works:
             units[self.places[work.slot]].works[work.phase].append(work.kernel)
         self._add_parameters(units)
-        self._add_saved(units, saved)
-        self._add_peaks(units, saved, forwards)
+        boundary = self._add_saved(units, saved)
+        beyond = self._add_peaks(units, forwards)
+        self._add_calls(units, boundary, {id(stored): self.places[stored.saver] for stored in saved}, beyond)
         return units
 
     def _ordered(self) -> list[TracedUnit]:
@@ -360,7 +361,8 @@ class _Trace:
                 if is_expert:
                     unit.add_experts(self.experts[path], 0, frozen)
 
-    def _add_saved(self, units: Sequence[TracedUnit], saved: Sequence[TracedStorage]) -> None:
+    def _add_saved(self, units: Sequence[TracedUnit], saved: Sequence[TracedStorage]) -> set[int]:
+        """Note what units save; return the ``id`` of storages that blocks are called with."""
         everything: dict[int, list[TracedStorage]] = {}
         for stored in saved:
             everything.setdefault(self.places[stored.saver], []).append(stored)
@@ -390,13 +392,14 @@ class _Trace:
                 product for product in products.get(index, []) if traced_unit.block and id(product.stored) not in seen
             ]
             traced_unit.saved[Recompute.PRODUCTS] = _sum([*new_inputs, *kept_products])
-        boundary = seen | {id(stored) for storages in entered.values() for stored in storages}
-        self._add_calls(units, boundary, {id(stored): self.places[stored.saver] for stored in saved})
+        return seen | {id(stored) for storages in entered.values() for stored in storages}
 
-    def _add_calls(self, units: Sequence[TracedUnit], boundary: set[int], saved: Mapping[int, int]) -> None:
+    def _add_calls(
+        self, units: Sequence[TracedUnit], boundary: set[int], saved: Mapping[int, int], beyond: Sequence[Divided]
+    ) -> None:
         """Note the operators of blocks; what blocks hand on (``boundary``) is kept as another's input.
 
-        ``saved`` has the place of the unit that saves a storage.
+        ``saved`` has the place of the unit that saves a storage, ``beyond`` the bytes that live after each event.
         """
         for call in reversed(self.recorder.calls):
             index = self.places[call.slot]
@@ -404,11 +407,13 @@ class _Trace:
                 continue
             changed = any(id(stored) in self.recorder.written | boundary for stored in call.results)
             unsaved = _sum([stored for stored in call.results if saved.get(id(stored)) != index])
-            entry = OperatorCall(call.operator, call.number, _sum(call.results), unsaved, call.kernels, not changed)
+            size, live = _sum(call.results), beyond[call.events - 1]
+            entry = OperatorCall(call.operator, call.number, size, unsaved, live, call.kernels, not changed)
             units[index].calls.insert(0, entry)
 
-    def _add_peaks(self, units: Sequence[TracedUnit], saved: Sequence[TracedStorage], forwards: int) -> None:
-        base, total = [], NONE
+    def _add_peaks(self, units: Sequence[TracedUnit], forwards: int) -> list[Divided]:
+        """Note how much lives while units compute; return it for each event, less what is saved behind its unit."""
+        base, total, amounts = [], NONE, list[Divided]()
         for unit in units:
             total = total.plus(unit.saved[Recompute.NONE])
             base.append(total.times(-1.0))
@@ -425,11 +430,13 @@ class _Trace:
                 live = live.plus(amount)
             index = self.places[event.slot]
             unit, beyond = units[index], live.plus(base[index])
+            amounts.append(beyond)
             if number < forwards:
                 unit.forward.append(beyond)
             else:
                 unit.backward.append(beyond)
                 unit.gradients.append(gradients)
+        return amounts
 
 
 def _stored(values: Any) -> list[Tensor]:

@@ -13,7 +13,7 @@ from zeromesh.apps.plan.cost.cost import CostSource, Recompute, TableCost, UnitC
 from zeromesh.apps.plan.machine.cluster import Machine
 from zeromesh.apps.plan.predict.conventions import ZEROMESH, Convention
 from zeromesh.apps.plan.predict.pipeline_step import stage_units
-from zeromesh.apps.plan.predict.snapshots import Snapshot, snapshots_of
+from zeromesh.apps.plan.predict.snapshots import Snapshot, late_bytes, snapshots_of
 from zeromesh.apps.plan.predict.table_bytes import row_gradients, table_states
 from zeromesh.comm.ordered_sums import SumPlace
 from zeromesh.parallel.head.linear_cross_entropy import chunk_bytes
@@ -68,6 +68,7 @@ def memory_of(
     machine: Machine | None = None,
     conventions: Convention = ZEROMESH,
     sums: SumPlace | None = None,
+    places: Sequence[range] | None = None,
 ) -> list[RankMemory]:
     """Return the memory of every pipeline rank.
 
@@ -78,13 +79,14 @@ def memory_of(
         machine: devices, whose context is counted; None: it is left out.
         conventions: what is kept of each state; by default as the engine does.
         sums: where gradients are summed; None: where such a machine does.
+        places: of each stage's units; None: as the planner cuts the model.
 
     Raises:
         ValueError: the pipeline has more stages than the model has blocks, or the schedule does not fit the layout.
     """
     units = source.at(layout.micro_batch, sequence, layout.context).units
     profiles = _profiles(units, layout, conventions)
-    places = stage_units(units, layout.pipeline * layout.chunks, even=not conventions.engine)
+    places = places or stage_units(units, layout.pipeline * layout.chunks, even=not conventions.engine)
     stages = [_runs(profiles, place) for place in places]
     processor = any(node.device.processor for node, _ in machine.nodes) if machine else False
     if sums is None and processor and machine:
@@ -160,14 +162,9 @@ def _profile(unit: UnitCost, layout: ParallelLayout) -> _Profile:
     policy = layout.recompute if layout.recompute in unit.saved else Recompute.NONE
     saved = unit.saved[policy].on(tensor, sequence) if policy in unit.saved else 0.0
     again = unit.saved[Recompute.NONE].on(tensor, sequence) - saved if policy is not Recompute.NONE else 0.0
-    late = layout.widths.parameter * sum(
-        work.shape[0]
-        * work.shape[1]
-        * work.count
-        / (tensor if work.divided == "columns" else tensor / layout.expert_split if work.groups else 1)
-        for work in unit.forward
-        if work.shape and work.kind is WorkKind.PRODUCT
-    )
+    late = late_bytes(unit, layout)
+    if layout.recompute.repeats:
+        late = max(0.0, late - saved)  # beyond what is saved
     parameters, experts = unit.elements(tensor, layout.expert_shares)
     frozen, expert_frozen, replicated = unit.frozen_bytes(tensor, layout.expert_shares)
     elements = parameters - unit.resident.on(tensor)

@@ -1,4 +1,4 @@
-"""Micro-batches that a pipeline rank holds when its memory may peak: at few of its schedule's actions."""
+"""Micro-batches that a pipeline rank holds when its memory may peak, at few actions, and bytes that are held late."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from zeromesh.apps.plan.choose.parallel_layout import ParallelLayout
+from zeromesh.apps.plan.cost.cost import Recompute, UnitCost, WorkKind
 from zeromesh.parallel.pipeline.schedule.actions import LAST, Kind
 from zeromesh.parallel.pipeline.schedule.generators import ROWS, Shape, generate
 from zeromesh.parallel.pipeline.schedule.simulate import Costs
@@ -19,6 +21,24 @@ class Snapshot(NamedTuple):
     held: tuple[int, ...]  # by chunk
     summed: tuple[bool, ...]  # by chunk: a micro-batch's backward is behind it
     late: tuple[int, ...] = (0,)  # by chunk, those of ``held`` whose gradients of weights are still to be computed
+
+
+def late_bytes(unit: UnitCost, layout: ParallelLayout) -> float:
+    """Return bytes that a unit keeps while only gradients of its products' weights are still to be computed.
+
+    These are gradients of outputs; and inputs, where blocks are computed again: otherwise those are saved anyway.
+    """
+    outputs = inputs = 0.0
+    for work in unit.forward:
+        if work.shape and work.kind is WorkKind.PRODUCT:
+            rows, columns, sums = work.shape
+            parts = layout.tensor / layout.expert_split if work.groups else 1
+            outputs += rows * columns * work.count / (layout.tensor if work.divided == "columns" else parts)
+            inputs += rows * sums * work.count / (layout.tensor if work.divided == "sums" else parts)
+    width = layout.widths.parameter
+    # Products of one input, as those to queries and keys, share it.
+    everything = unit.saved[Recompute.NONE].on(layout.tensor, layout.sequence) if Recompute.NONE in unit.saved else 0.0
+    return width * outputs + (min(everything, width * inputs) if layout.recompute.repeats else 0.0)
 
 
 _SIMPLE = ("1f1b", "gpipe")  # schedules whose ranks fill up, and then hold no more

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +16,7 @@ from zeromesh.base.randomness import drawing_from, random_state
 from zeromesh.comm.collectives import Group, Pending
 from zeromesh.parallel.pipeline.runtime.record import Recorder
 from zeromesh.parallel.pipeline.runtime.stage import Handed, Header, Stages, TensorForm
-from zeromesh.parallel.pipeline.schedule.actions import BACKWARDS, LAST, Action, Kind, Schedule, ScheduleError
+from zeromesh.parallel.pipeline.schedule.actions import BACKWARDS, LAST, Action, Kind, Schedule
 from zeromesh.parallel.pipeline.schedule.validate import validate
 
 # Tags on the pipeline axis; messages of one tag between two ranks arrive in the order of sending.
@@ -98,46 +97,6 @@ class Messages:
             _wait(self._sending.popleft())
 
 
-@dataclass(frozen=True)
-class _Program:
-    """One rank's part of a schedule, with what a run asks of it more than once."""
-
-    schedule: Schedule
-    actions: tuple[tuple[Action, bool], ...]  # with True for the last backward of a stage
-    trains: bool
-    split: frozenset[Place]  # whose backward is in two parts
-    again: frozenset[Place]  # whose activations are recomputed
-
-    @classmethod
-    def of(cls, schedule: Schedule, rank: int) -> _Program:
-        """Return the program of a rank; raise ScheduleError if it cannot be carried out."""
-        require_carried_out(schedule)
-        actions = schedule.ranks[rank]
-        last = {action.stage: action for action in actions if action.kind in LAST}
-        split, again = (
-            frozenset((stage, number) for kind, stage, number in actions if kind is wanted)
-            for wanted in (Kind.INPUT, Kind.RECOMPUTE)
-        )
-        trains = any(kind in BACKWARDS for kind, _, _ in schedule.present)
-        return cls(
-            schedule, tuple((action, action == last.get(action.stage)) for action in actions), trains, split, again
-        )
-
-
-def require_carried_out(schedule: Schedule) -> None:
-    """Raise ScheduleError, with the action and its place, for a schedule of which a run would leave something out.
-
-    That is a kind that is not in ``METHODS``, an action that has no use, or one whose result or message is missing.
-    """
-    for rank, actions in enumerate(schedule.ranks):
-        for position, action in enumerate(actions):
-            if action.kind not in METHODS:
-                rule = f"the interpreter carries out {', '.join(METHODS)}; leave it out"
-                raise ScheduleError("not carried out", rule, schedule, rank, position)
-    training = any(kind in BACKWARDS or kind in LAST for kind, _, _ in schedule.present)
-    validate(schedule, training=training, messages=True)
-
-
 class Interpreter:
     """Interpreter of schedules."""
 
@@ -146,8 +105,8 @@ class Interpreter:
         # The outputs of a stage by its number and the signature of the inputs; shapes follow from these.
         self._headers: dict[tuple[int, Any], Header] = {}
         self._announced: set[tuple[int, Any]] = set()  # those that the next stage's rank has
-        # By ``id``, as hashing a schedule takes as long as reading it; each program keeps its schedule alive.
-        self._programs: dict[tuple[int, int], _Program] = {}
+        # By ``id``, as hashing a schedule takes as long as reading it; they are kept alive.
+        self._valid: dict[int, Schedule] = {}
 
     def run(
         self,
@@ -169,20 +128,18 @@ class Interpreter:
             sends_all: see ``Stages.run``.
 
         Raises:
-            ScheduleError: before the first action, if one of them is not carried out.
+            ScheduleError: before the first action, if one of them has no use, or lacks what it needs.
         """
-        key = id(schedule), rank
-        if key not in self._programs:
-            self._programs[key] = _Program.of(schedule, rank)
-        program = self._programs[key]
-        run = _Running(self, program, batches, signatures, recorder, sends_all)
-        noted: AbstractContextManager[None] = nullcontext()
-        for action, last in program.actions:
-            if recorder is not None:
-                noted = recorder.doing()
+        if id(schedule) not in self._valid:
+            # A run would leave out what has no use, or wait for what does not come.
+            training = any(kind in BACKWARDS or kind in LAST for kind, _, _ in schedule.present)
+            validate(schedule, training=training, messages=True)
+            self._valid[id(schedule)] = schedule
+        run = _Running(self, schedule, rank, batches, signatures, recorder, sends_all)
+        for action in schedule.ranks[rank]:
             try:
-                with noted:
-                    run.do(action, last)
+                with nullcontext() if recorder is None else recorder.doing():
+                    run.do(action)
             except Exception as error:
                 kind = action.kind.name.lower()
                 error.add_note(f"this was in {kind} of stage {action.stage}, micro-batch {action.microbatch}")
@@ -199,7 +156,8 @@ class _Running:
     def __init__(
         self,
         interpreter: Interpreter,
-        program: _Program,
+        schedule: Schedule,
+        rank: int,
         batches: Sequence[Any],
         signatures: Sequence[Any],
         recorder: Recorder | None,
@@ -209,9 +167,15 @@ class _Running:
         self._stages, self._messages, self._work = interpreter._stages, interpreter._messages, interpreter._work
         self._headers, self._announced = interpreter._headers, interpreter._announced
         self._batches, self._signatures, self._recorder, self._sends_all = batches, signatures, recorder, sends_all
-        self._program, self._trains = program, program.trains
-        self._last = program.schedule.stages - 1
-        self._ends_stage = False  # the action under way is its stage's last backward
+        actions = schedule.ranks[rank]
+        self._last = schedule.stages - 1
+        self._trains = any(kind in BACKWARDS for kind, _, _ in schedule.present)
+        self._split, self._again = (  # places whose backward is in two parts, and whose activations are recomputed
+            frozenset((stage, number) for kind, stage, number in actions if kind is wanted)
+            for wanted in (Kind.INPUT, Kind.RECOMPUTE)
+        )
+        self._ends = {action.stage: action for action in actions if action.kind in LAST}  # last backwards of stages
+        self._ends_stage = False  # the action under way is one of them
         self._arriving: dict[tuple[Kind, int, int], tuple[list[Tensor], list[Pending]]] = {}
         # From the forward to the backward, and to the send of the gradient.
         self._inputs: dict[Place, tuple[Tensor, ...]] = {}
@@ -230,9 +194,9 @@ class _Running:
         graphs = {place for place, outputs in self._outputs.items() if any(x.requires_grad for x in outputs)}
         return len(graphs | self._due.keys())
 
-    def do(self, action: Action, last: bool) -> None:
-        """Do one action; ``last`` if it is its stage's last backward."""
-        self._ends_stage = last
+    def do(self, action: Action) -> None:
+        """Do one action."""
+        self._ends_stage = action == self._ends.get(action.stage)
         METHODS[action.kind](self, action.stage, action.microbatch)
 
     def _key(self, boundary: int, microbatch: int) -> tuple[int, Any]:
@@ -246,7 +210,7 @@ class _Running:
 
     def _forward(self, stage: int, microbatch: int) -> None:
         place = stage, microbatch
-        again = place in self._program.again
+        again = place in self._again
         if again:
             self._random[place] = random_state(self._messages.device)
             self._buffers[place], self._choices[place] = self._stages.buffers(), self._stages.choices()
@@ -270,7 +234,7 @@ class _Running:
         """Return the outputs of a stage for the received inputs; the last one gives the loss."""
         place = stage, microbatch
         # A whole backward has no second part to which anything could be left, also beside others that have one.
-        operands: Kept | None = [] if place in self._program.split else None
+        operands: Kept | None = [] if place in self._split else None
         self._operands[place] = operands
         header = self._headers.get(self._key(stage + 1, microbatch))
         result = self._stages.run(
@@ -397,4 +361,4 @@ METHODS: Mapping[Kind, Callable[[_Running, int, int], None]] = {
     Kind.RECEIVE_GRADIENT: _Running._receive_gradient,
     Kind.RECOMPUTE: _Running._recompute,
 }
-"""Kind of an action -> what carries it out. A schedule with any other is refused."""
+"""Kind of an action -> what carries it out."""

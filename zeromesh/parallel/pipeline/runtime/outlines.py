@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields as dataclass_fields
 from dataclasses import is_dataclass
 from importlib import import_module
@@ -59,29 +59,26 @@ def imitate(form: Any, args: tuple[Any, ...], kwargs: dict[str, Any], may_write:
 
     With ``may_write``, they have memory of their own, as code of the user's may write to them.
     """
-    arguments = tensors_of((args, kwargs))
+    return _imitated(form, tensors_of((args, kwargs)), may_write)
 
-    def make(form: Any) -> Any:
-        if not isinstance(form, dict):
-            return form
-        kind, inside = next(iter(form.items()))
-        if isinstance(inside, dict):
-            return _object(kind, {key: make(item) for key, item in inside.items()})
-        if kind == "dict":
-            return {key: make(item) for key, item in inside}
-        if kind != "tensor":
-            return [make(item) for item in inside] if kind == "list" else tuple(make(item) for item in inside)
-        *shape, dtype = inside
-        if may_write:
-            return torch.zeros(shape, dtype=getattr(torch, dtype), device=arguments[0].device if arguments else None)
-        same = (
-            tensor
-            for tensor in arguments
-            if tensor.shape == torch.Size(shape) and tensor.dtype == getattr(torch, dtype)
-        )
-        device = arguments[0].device if arguments else None
-        stand_in = next(same, torch.zeros((), dtype=getattr(torch, dtype), device=device).expand(shape))
-        # Another object than what was given: by its identity it is known what was received for it.
-        return stand_in.view_as(stand_in)
 
-    return make(form)
+# No closure, which would be a cycle with itself, and hold the arguments until garbage is collected.
+def _imitated(form: Any, arguments: Sequence[Tensor], may_write: bool) -> Any:
+    if not isinstance(form, dict):
+        return form
+    kind, inside = next(iter(form.items()))
+    if isinstance(inside, dict):
+        return _object(kind, {key: _imitated(item, arguments, may_write) for key, item in inside.items()})
+    if kind == "dict":
+        return {key: _imitated(item, arguments, may_write) for key, item in inside}
+    if kind != "tensor":
+        items = [_imitated(item, arguments, may_write) for item in inside]
+        return items if kind == "list" else tuple(items)
+    *shape, name = inside
+    dtype, device = getattr(torch, name), arguments[0].device if arguments else None
+    if may_write:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    same = (tensor for tensor in arguments if tensor.shape == torch.Size(shape) and tensor.dtype == dtype)
+    stand_in = next(same, torch.zeros((), dtype=dtype, device=device).expand(shape))
+    # Another object than what was given: by its identity it is known what was received for it.
+    return stand_in.view_as(stand_in)

@@ -73,46 +73,37 @@ def _attempt(
 ) -> ModelTrace | None:
     # A condition on values, which tensors without memory lack, is tried both ways.
     for guess in (False, True):
+        run: DryRun | None = None
         try:
             with dry(model):
-                return _trace(model, blocks, sample, guess, limit)
+                copied, copies = imitated(model)
+                names = {
+                    id(parameter): name for name, p in model.named_parameters() for parameter in (p, copies[id(p)])
+                }
+                uses = _Uses(names, blocks)
+                run = DryRun(uses, guess, limit)
+                _put_gates(copied, blocks, uses)
+                with torch.no_grad(), _GradientModes(uses):
+                    sample.run_dry(copied, dtype_of(model), run)
+                return uses.traced(run.operators)
         except Exception as error:
             _log.debug("%s cannot be traced", type(model).__name__, exc_info=True)
             reasons.append(f"{type(error).__name__}: {error}")
-            if not getattr(error, "guessed", True):
+            if run is not None and not run.values.guessed:
                 break
     return None
 
 
-def _trace(model: nn.Module, blocks: Sequence[str], sample: ModelInput, guess: bool, limit: float) -> ModelTrace:
-    copied, copies = imitated(model)
-    names = {id(parameter): name for name, p in model.named_parameters() for parameter in (p, copies[id(p)])}
-    uses = _Uses(names, blocks)
-    run = DryRun(uses, guess, limit)
+def _put_gates(model: nn.Module, blocks: Sequence[str], uses: _Uses) -> None:
     for index, name in enumerate(blocks):
         parent, _, child = name.rpartition(".")
-        block = copied.get_submodule(name)
-        copied.get_submodule(parent)._modules[child] = _Gate(block, index, uses)  # type: ignore[arg-type]
+        block = model.get_submodule(name)
+        model.get_submodule(parent)._modules[child] = _Gate(block, index, uses)  # type: ignore[arg-type]
         for buffer_name, buffer in block.named_buffers():
             owner, _, key = buffer_name.rpartition(".")
             # Buffers that are state go with the block; others every stage has, as it has masks.
             if key not in block.get_submodule(owner)._non_persistent_buffers_set:
                 uses.states.add(id(buffer))
-    try:
-        with torch.no_grad(), _GradientModes(uses):
-            sample.run_dry(copied, dtype_of(model), run)
-    except Exception as error:
-        vars(error)["guessed"] = run.values.guessed
-        raise
-    sections_of = {name: frozenset(sections) for name, sections in uses.sections_of.items()}
-    return ModelTrace(
-        tuple(uses.calls),
-        sections_of,
-        tuple(uses.operations),
-        frozenset(uses.crossings),
-        frozenset(uses.closed),
-        run.operators,
-    )
 
 
 class _GradientModes(TorchFunctionMode):
@@ -153,6 +144,12 @@ class _Uses(OperatorListener):
         # an id may be given again once its tensor is gone.
         self._made: dict[int, int] = {}
         self._views: dict[int, list[Tensor]] = defaultdict(list)
+
+    def traced(self, operators: int) -> ModelTrace:
+        """Return the trace of a forward that called so many operators."""
+        sections_of = {name: frozenset(sections) for name, sections in self.sections_of.items()}
+        crossings, closed = frozenset(self.crossings), frozenset(self.closed)
+        return ModelTrace(tuple(self.calls), sections_of, tuple(self.operations), crossings, closed, operators)
 
     @property
     def _section(self) -> int:

@@ -131,11 +131,8 @@ def held(schedule: Schedule, sizes: Sequence[float] | None = None) -> list[list[
 
 def most_held_by_stage(schedule: Schedule) -> list[int]:
     """Return the largest number of micro-batches whose activations each stage holds at once."""
-    most = [0.0] * schedule.stages
-    for rows in held(schedule):
-        for stage, count, _ in rows:
-            most[stage] = max(most[stage], count)
-    return [int(count) for count in most]
+    counts = [(stage, int(count)) for rows in held(schedule) for stage, count, _ in rows]
+    return [max((count for other, count in counts if other == stage), default=0) for stage in range(schedule.stages)]
 
 
 def most_held_by_rank(schedule: Schedule, sizes: Sequence[float] | None = None) -> list[float]:

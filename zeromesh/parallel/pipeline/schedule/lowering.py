@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from zeromesh.parallel.pipeline.schedule.actions import BACKWARDS, COMPUTE, MESSAGES, Action, Kind, Schedule
@@ -66,25 +66,25 @@ def split_backwards(schedule: Schedule) -> Schedule:
 
     The message is then sent, and the other rank goes on, before the weight gradients are computed.
     """
-    ranks: list[list[Action]] = []
-    for actions in schedule.ranks:
-        order: list[Action] = []
-        for action in actions:
-            splits = action.kind is Kind.BACKWARD and _send_of(schedule, action) is not None
-            order += [action._replace(kind=kind) for kind in (Kind.INPUT, Kind.WEIGHT)] if splits else [action]
-        ranks.append(order)
-    return replace(schedule, ranks=tuple(map(tuple, ranks)))
+
+    def split(action: Action) -> list[Action]:
+        splits = action.kind is Kind.BACKWARD and _send_of(schedule, action) is not None
+        return [action._replace(kind=kind) for kind in (Kind.INPUT, Kind.WEIGHT)] if splits else [action]
+
+    return _replaced(schedule, split)
 
 
 def add_recompute(schedule: Schedule, stages: Sequence[int] | None = None) -> Schedule:
     """Compute activations again right before each backward, of all stages or of some."""
-    ranks: list[list[Action]] = []
-    for actions in schedule.ranks:
-        order: list[Action] = []
-        for action in actions:
-            if action.kind in BACKWARDS and (stages is None or action.stage in stages):
-                # It does not wait for the gradient, so it can fill the time until that comes.
-                order.append(action._replace(kind=Kind.RECOMPUTE))
-            order.append(action)
-        ranks.append(order)
-    return replace(schedule, ranks=tuple(map(tuple, ranks)))
+
+    def add(action: Action) -> list[Action]:
+        recomputes = action.kind in BACKWARDS and (stages is None or action.stage in stages)
+        # It does not wait for the gradient, so it can fill the time until that comes.
+        return [action._replace(kind=Kind.RECOMPUTE), action] if recomputes else [action]
+
+    return _replaced(schedule, add)
+
+
+def _replaced(schedule: Schedule, actions_for: Callable[[Action], list[Action]]) -> Schedule:
+    ranks = (tuple(new for action in actions for new in actions_for(action)) for actions in schedule.ranks)
+    return replace(schedule, ranks=tuple(ranks))
