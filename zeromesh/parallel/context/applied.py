@@ -125,6 +125,10 @@ class SpreadSequences:
         self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, run: Attention | None = None, **options: Any
     ) -> Tensor:
         self._attentions += 1
+        # Kernels of blocks do not broadcast, and read memory that is not theirs.
+        if (q.shape[0], *k.shape[:3]) != (k.shape[0], *v.shape[:3]) or q.shape[1] % k.shape[1]:
+            shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+            raise refuse("attention", f"its queries, keys and values of shapes {shapes} differ in samples or heads")
         if run is not None:
             return by_heads(run, q, k, v, self.group, self.tag)
         if "mask" in options:

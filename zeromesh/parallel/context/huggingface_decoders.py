@@ -174,6 +174,10 @@ class _Replacements:
         self._has_sinks = any(hasattr(module, "sinks") for module in model.modules())
         self.check: TokenCheck | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Replacements:
+        """Return the same object: the tables, which a copy of a model uses, too, call this one."""
+        return self
+
     def run(self, model: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         applied = self._applied
         if not applied.replaces:
