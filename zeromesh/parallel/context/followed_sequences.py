@@ -33,7 +33,6 @@ from zeromesh.parallel.follow.split_activation import (
     SplitActivation,
     SplitDim,
     TensorAxis,
-    is_sealed,
     part_of,
     sealed_axis,
     whole,
@@ -199,7 +198,7 @@ class _Followed:
         applied = self._axis.applied
         if not (applied.active and applied.consecutive) or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
-        if is_sealed():
+        if sealed_axis() is not None:
             return self._compute(forward, args, kwargs)
         if torch._C._current_graph_task_id() == -1:
             return forward(*args, **kwargs)  # of another model: transformers' share some functions

@@ -173,14 +173,9 @@ _sealed: dict[int, Sealed] = {}
 """Thread -> the context that is in force there."""
 
 
-def is_sealed() -> bool:
-    """Return whether a context of ``Sealed`` is in force in this thread."""
-    return get_ident() in _sealed
-
-
 def sealed_axis() -> Axis | None:
-    """Return the axis of the parts that code of this thread has, or None."""
-    return _sealed[get_ident()].axis if is_sealed() else None
+    """Return the axis of the context of ``Sealed`` that is in force in this thread, or None."""
+    return _sealed[get_ident()].axis if get_ident() in _sealed else None
 
 
 def frames() -> Iterator[FrameType]:
