@@ -25,6 +25,7 @@ from zeromesh.parallel.context.applied import (
 )
 from zeromesh.parallel.context.document_order import order_of
 from zeromesh.parallel.context.pair_rules import CausalPairs, RulePairs
+from zeromesh.parallel.context.sequence_order import require_length
 from zeromesh.parallel.context.spread_attention import ring
 from zeromesh.parallel.context.torch_attention import check_of, followed, require_no_mixing
 from zeromesh.parallel.context.whole_masks import Whole, attention_of, of_heads
@@ -187,6 +188,8 @@ class _Replacements:
         self._whole = _whole(model, named, counted)
         # Code that is checked may read tokens of one of a rank's two chunks together.
         documents = self._whole.documents if self._ring and self.check is None else None
+        if documents is not None:
+            require_length(documents.shape[1], applied.group.size)
         applied.begin(None if documents is None else order_of(documents, applied.parts))
         part = batch.split(named, applied.group, shift=shifts, counted=counted, masked=True, order=applied.order)
         if self.check is None:
