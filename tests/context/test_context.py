@@ -384,7 +384,7 @@ def test_the_label_of_a_ranks_last_token_is_the_next_one_of_the_sequence(rank: i
 def test_queries_keys_and_values_that_torch_would_broadcast_are_refused(shapes: list[tuple[int, int]]) -> None:
     tensors = [torch.ones(*shape, 4, 8) for shape in shapes]
     for strategy in STRATEGIES:
-        with pytest.raises(Unsupported, match="differ in samples or heads"):
+        with pytest.raises(Unsupported, match="of one batch and sequence, without a cache"):
             SpreadSequences(strategy, fake(2), TAG).attend(*tensors)
 
 

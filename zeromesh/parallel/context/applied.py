@@ -113,8 +113,15 @@ class SpreadSequences:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, **options: Any) -> Tensor:
         """Compute causal attention of this rank's part of the sequence, or, by ``options``, that of ``ring``.
 
-        With the option ``run``, compute attention by that function, which gets all tokens of this rank's heads.
+        With the option ``run``, compute attention by that function, which gets all tokens of this rank's heads. Raise
+        Unsupported if queries, keys and values are not those of the same sequences.
         """
+        shapes = [tuple(x.shape) for x in (q, k, v)]
+        # Kernels of blocks do not broadcast: they would read memory that is not theirs.
+        alike = {(len(shape), shape[0], shape[-2]) for shape in shapes} == {(4, q.shape[0], q.shape[-2])}
+        if not alike or k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
+            rule = "(batch, heads, sequence, width) of one batch and sequence, without a cache, and heads divide"
+            raise refuse("attention", f"its queries, keys and values have shapes {shapes}, which should be {rule}")
         if not self.sends:  # of the same shape, and as apart
             is_grouped = k.shape[1] != q.shape[1]
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=is_grouped)
@@ -125,10 +132,6 @@ class SpreadSequences:
         self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, run: Attention | None = None, **options: Any
     ) -> Tensor:
         self._attentions += 1
-        # Kernels of blocks do not broadcast, and read memory that is not theirs.
-        if (q.shape[0], *k.shape[:3]) != (k.shape[0], *v.shape[:3]) or q.shape[1] % k.shape[1]:
-            shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
-            raise refuse("attention", f"its queries, keys and values of shapes {shapes} differ in samples or heads")
         if run is not None:
             return by_heads(run, q, k, v, self.group, self.tag)
         if "mask" in options:

@@ -102,8 +102,7 @@ class TokenAxis(TensorAxis):
         # Modules around it that were given wholes instead would give it a share of the gradients.
         if versions != [version(x) for x in others]:
             raise refuse(kind.__name__, "it has a backward of its own, and writes to an activation")
-        draws = states != _random_states(others)
-        if (draws or not parts) and not self._has_alike([*others, *tensors_of(result)]):
+        if (not parts or states != _random_states(others)) and not self._has_alike([*others, *tensors_of(result)]):
             if not parts:  # ranks have drawn different numbers before, and differentiate what they have computed
                 return result
             raise refuse(kind.__name__, "it has a backward of its own, and draws numbers that differ between ranks")
@@ -114,8 +113,7 @@ class TokenAxis(TensorAxis):
         checksum = 0
         for x in values:
             checksum = crc32(x.detach().flatten().cpu().view(torch.uint8).numpy().data, checksum)
-        checksums = self.group.exchange(torch.tensor([checksum]), self.tag)
-        return bool((checksums == checksum).all())
+        return bool((self.group.exchange(torch.tensor([checksum]), self.tag) == checksum).all())
 
     def split(self, x: Any) -> Any:
         """Return this rank's part of (samples, sequence, ...); what cannot be cut is left whole."""
@@ -137,8 +135,7 @@ def _split_of(result: Tensor, parts: Sequence[Tensor]) -> SplitDim | None:
 def _random_states(values: Sequence[Tensor]) -> list[bytes]:
     """Return what the next random numbers on the devices of these tensors follow from."""
     devices = {x.device for x in values if x.is_cuda}
-    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
-    return [state.numpy().tobytes() for state in states]
+    return [x.numpy().tobytes() for x in (torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices))]
 
 
 _APPLY = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]

@@ -213,7 +213,7 @@ class _Replacements:
         if not applied.replaces:
             output: tuple[Tensor, Any] = attention_of(self._own, module)(module, query, key, value, mask, **settings)
             return output
-        self._require_spread(module, query, key, mask, settings)
+        self._require_spread(module, query, mask, settings)
         causal = settings.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
         options: dict[str, Any] = {}
@@ -225,7 +225,7 @@ class _Replacements:
         return out.transpose(1, 2).contiguous(), None
 
     def _require_spread(
-        self, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, settings: Mapping[str, Any]
+        self, module: nn.Module, query: Tensor, mask: Tensor | None, settings: Mapping[str, Any]
     ) -> None:
         """Raise Unsupported if attention is not what ranks compute together."""
         # Not of the last forward: this may be a recomputation of one before it.
@@ -237,8 +237,6 @@ class _Replacements:
             reason = "its attention adds a bias to scores"
         elif self._applied.strategy == "ring" and self._own is not None and settings.get("softcap") is not None:
             reason = f"sdpa does not cap its attention's scores at {settings['softcap']}: build it with eager attention"
-        elif query.shape[2] != key.shape[2]:
-            reason = f"it has {query.shape[2]} queries and {key.shape[2]} keys, which should be of one sequence"
         elif mask is not None and self._applied.sends and (mask.shape[0], *mask.shape[-2:]) != (rows, length, length):
             reason = f"it has a mask of its own, of shape {tuple(mask.shape)}"
         if reason:
