@@ -16,6 +16,7 @@ from harness import on_ranks, run_mpi_ranks, run_ranks
 from zeromesh import Mesh
 from zeromesh.comm.collectives import Group
 from zeromesh.parallel.context import attention_block as blocks
+from zeromesh.parallel.context.applied import SpreadSequences, Unsupported
 from zeromesh.parallel.context.attention_block import CPU, EFFICIENT, FLASH, PRODUCTS, AttentionBlock
 from zeromesh.parallel.context.sequence_order import joined, keep
 from zeromesh.parallel.context.spread_attention import STRATEGIES, attend, degree_of, ring
@@ -377,6 +378,14 @@ def test_the_label_of_a_ranks_last_token_is_the_next_one_of_the_sequence(rank: i
     given = split({"input_ids": IDS, "labels": IDS, "shift_labels": following}, fake(2, rank))
     assert torch.equal(given["labels"], part["labels"])
     assert "shift_labels" not in given
+
+
+@pytest.mark.parametrize("shapes", [[(2, 4), (1, 4), (1, 4)], [(2, 4), (2, 4), (2, 1)], [(2, 4), (2, 3), (2, 3)]])
+def test_queries_keys_and_values_that_torch_would_broadcast_are_refused(shapes: list[tuple[int, int]]) -> None:
+    tensors = [torch.ones(*shape, 4, 8) for shape in shapes]
+    for strategy in STRATEGIES:
+        with pytest.raises(Unsupported, match="of one batch and sequence, without a cache"):
+            SpreadSequences(strategy, fake(2), TAG).attend(*tensors)
 
 
 def test_embeddings_are_cut_and_their_gradient_comes_back() -> None:

@@ -215,6 +215,10 @@ def parts(strategy: str) -> dict[str, Any]:
             model.generate(ids[:, :4], max_new_tokens=3)
     copied = copy.deepcopy(model)
     assert torch.equal(copied(ids, mask).logits, logits)
+    mask[0, :3] = 0
+    padded = copied(ids, mask).logits  # before the model that it is a copy of has seen the mask
+    assert not torch.equal(padded, logits)
+    assert torch.equal(padded, model(ids, mask).logits)
     return {"logits": logits, "whole": whole, "text": text, "config": model.config.to_json_string()}
 
 

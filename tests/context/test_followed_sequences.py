@@ -40,6 +40,50 @@ class Clamped(torch.autograd.Function):
         return gradient.clamp(-1e-4, 1e-4) / gradient.norm()
 
 
+class Seeding(Clamped):
+    """Draw a seed, as the reversible layers of Reformer do in each forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        torch.seed()
+        return x.clone()
+
+
+class Noisy(Clamped):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x)
+
+
+class Writing(Clamped):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+
+class Applying(nn.Module):
+    """A function with a backward of its own, of parts, and no state that a call changes."""
+
+    def __init__(self, kind: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kind.apply(2 * x)
+
+
+class OfWholes(nn.Module):
+    """Backwards that are not linear, of a parameter, and of what a convolution makes of whole sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.scale = nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Clamped.apply(self.convolution(x.transpose(1, 2))).transpose(1, 2) * Clamped.apply(self.scale)
+
+
 class Counting(nn.Module):
     """A state that each call changes once, before what needs whole activations."""
 
@@ -74,6 +118,8 @@ LAYERS: dict[str, Any] = {
     "convolution": lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1),
     "batch norm": lambda: nn.BatchNorm1d(WIDTH),
     "own backward": OwnBackward,
+    "own backward that draws": lambda: Applying(Seeding),
+    "own backward of wholes": OfWholes,
     "states and gradients": Counting,
 }
 
@@ -174,6 +220,21 @@ def test_any_code_trains_as_in_one_process() -> None:
 @pytest.mark.full
 def test_any_code_trains_as_in_one_process_on_four_ranks() -> None:
     run_ranks(require_equal, 4, KINDS)
+
+
+def refused() -> None:
+    tokens, mask, labels = data()
+    for kind, said in ((Noisy, "draws numbers that differ between ranks"), (Writing, "writes to an activation")):
+        model = Sequences("identity")
+        model.layer = Applying(kind)
+        spread(model)
+        torch.manual_seed(dist.get_rank())
+        with pytest.raises(Unsupported, match=f"{kind.__name__} cannot run .*a backward of its own, and {said}"):
+            model(tokens, mask, labels)
+
+
+def test_own_backwards_of_what_only_one_rank_computes_are_refused() -> None:
+    run_ranks(refused, 2)
 
 
 def kept(kind: str, spreads: bool) -> tuple[int, tuple[int, ...]]:

@@ -131,6 +131,14 @@ def test_losses_of_a_tokens_own_labels_are_those_of_one_process(name: str, ranks
     compare(name, ranks, ("whole", "left", "right"))
 
 
+def test_packed_documents_that_cannot_be_cut_are_refused() -> None:
+    model = build("mistral")
+    apply(model, "ring", fake(2))
+    batch = {name: x[:, :13] for name, x in data("mistral", "packed").items() if isinstance(x, torch.Tensor)}
+    with pytest.raises(ValueError, match="a sequence has 13 tokens, which cannot be cut into 2 x 2 context-parallel"):
+        model(**batch)
+
+
 def train_checkpointed(given: str) -> Found:
     with throughout(torch.float64):
         model = build("gemma3")

@@ -128,13 +128,18 @@ def test_context_ranks_send_what_they_swap_and_pass_on():
             return replace(cost, units=tuple(replace(unit, **sent) for unit in cost.units))
 
     waits = []
-    # Of two blocks, at 4e10 bytes a second: of queries, keys, values and results, 1e9 bytes, a rank sends all but its
-    # own part forward, and backward; keys and values to each further group, and backward twice that.
-    for ulysses, sent in ((1, 3 * 3 * 2e8), (2, 2 * 1e9 / 2 + 3 * 2e8), (4, 2 * 1e9 * 3 / 4)):
-        found = time_of(Sent(), 1, ParallelLayout(context=4, ulysses=ulysses, row=ROWS[0]), plain_machine(4))
-        waits.append(found.waits["context links"])
-        assert waits[-1] == pytest.approx(2 * sent / 4e10)
-    assert len({*waits}) == 3
+    # Of two blocks, at 4e10 bytes a second: of queries, keys, values and results, 1e9 bytes, a rank swaps all but its
+    # own part forward, and backward; keys and values pass to each further group, and backward twice that. A forward
+    # that is computed again sends again.
+    for ulysses, swapped, passed in ((1, 0.0, 3 * 2e8), (2, 1e9 / 2, 2e8), (4, 1e9 * 3 / 4, 0.0)):
+        for recompute, sent in (
+            (Recompute.NONE, 2 * swapped + 3 * passed),
+            (Recompute.BLOCKS, 3 * swapped + 4 * passed),
+        ):
+            layout = ParallelLayout(context=4, ulysses=ulysses, row=ROWS[0], recompute=recompute)
+            waits.append(time_of(Sent(), 1, layout, plain_machine(4)).waits["context links"])
+            assert waits[-1] == pytest.approx(2 * sent / 4e10)
+    assert len({*waits}) == 6
 
 
 def test_recomputation_adds_a_forward():

@@ -113,8 +113,15 @@ class SpreadSequences:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, **options: Any) -> Tensor:
         """Compute causal attention of this rank's part of the sequence, or, by ``options``, that of ``ring``.
 
-        With the option ``run``, compute attention by that function, which gets all tokens of this rank's heads.
+        With the option ``run``, compute attention by that function, which gets all tokens of this rank's heads. Raise
+        Unsupported if queries, keys and values are not those of the same sequences.
         """
+        shapes = [tuple(x.shape) for x in (q, k, v)]
+        # Kernels of blocks do not broadcast: they would read memory that is not theirs.
+        alike = {(len(shape), shape[0], shape[-2]) for shape in shapes} == {(4, q.shape[0], q.shape[-2])}
+        if not alike or k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
+            rule = "(batch, heads, sequence, width) of one batch and sequence, without a cache, and heads divide"
+            raise refuse("attention", f"its queries, keys and values have shapes {shapes}, which should be {rule}")
         if not self.sends:  # of the same shape, and as apart
             is_grouped = k.shape[1] != q.shape[1]
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=is_grouped)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial, update_wrapper
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +33,8 @@ from zeromesh.parallel.follow.split_activation import (
     SplitActivation,
     SplitDim,
     TensorAxis,
-    is_sealed,
     part_of,
+    sealed_axis,
     whole,
 )
 from zeromesh.parallel.follow.split_rules import as_split
@@ -69,10 +70,10 @@ class TokenAxis(TensorAxis):
         split_dim = _split_of(result, parts)
         return result if split_dim is None else as_split(self.take(result, split_dim), split_dim, self)
 
-    def call_alike(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function that has a backward of its own: given wholes, and gradients as one process has them.
+    def call_alike(self, kind: type[torch.autograd.Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Apply a function that has a backward of its own: given wholes, and gradients as one process has them.
 
-        Raise NeedsWhole if it writes to an activation, or draws random numbers, which differ between ranks.
+        Raise Unsupported if it writes to an activation, or computes something else than on other ranks of parts.
         """
         parts = [x for x in tensors_of((args, kwargs)) if isinstance(x, SplitActivation)]
 
@@ -96,11 +97,23 @@ class TokenAxis(TensorAxis):
 
         whole_args, whole_kwargs = map_tensors((args, kwargs), gathered)
         others = tensors_of((whole_args, whole_kwargs))
-        before = [version(x) for x in others], _random_states(others)
-        result = function(*whole_args, **whole_kwargs)
-        if before != ([version(x) for x in others], _random_states(others)):
-            raise NeedsWhole("a function with a backward of its own writes to its arguments, or draws numbers", _NONE)
+        versions, states = [version(x) for x in others], _random_states(others)
+        result = _APPLY(kind, *whole_args, **whole_kwargs)
+        # Modules around it that were given wholes instead would give it a share of the gradients.
+        if versions != [version(x) for x in others]:
+            raise refuse(kind.__name__, "it has a backward of its own, and writes to an activation")
+        if (not parts or states != _random_states(others)) and not self._has_alike([*others, *tensors_of(result)]):
+            if not parts:  # ranks have drawn different numbers before, and differentiate what they have computed
+                return result
+            raise refuse(kind.__name__, "it has a backward of its own, and draws numbers that differ between ranks")
         return map_tensors(result, returned)
+
+    def _has_alike(self, values: Sequence[Tensor]) -> bool:
+        """Return whether all ranks have the same values."""
+        checksum = 0
+        for x in values:
+            checksum = crc32(x.detach().flatten().cpu().view(torch.uint8).numpy().data, checksum)
+        return bool((self.group.exchange(torch.tensor([checksum]), self.tag) == checksum).all())
 
     def split(self, x: Any) -> Any:
         """Return this rank's part of (samples, sequence, ...); what cannot be cut is left whole."""
@@ -122,8 +135,7 @@ def _split_of(result: Tensor, parts: Sequence[Tensor]) -> SplitDim | None:
 def _random_states(values: Sequence[Tensor]) -> list[bytes]:
     """Return what the next random numbers on the devices of these tensors follow from."""
     devices = {x.device for x in values if x.is_cuda}
-    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
-    return [state.numpy().tobytes() for state in states]
+    return [x.numpy().tobytes() for x in (torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices))]
 
 
 _APPLY = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
@@ -131,13 +143,16 @@ _APPLY = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
 @functools.wraps(_APPLY)
 def _apply(kind: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-    """Apply a function to wholes where it is given parts of sequences: its backward does not know parts."""
+    """Apply a function in followed code: its backward knows neither parts nor shares of gradients."""
     part = next((x for x in (*args, *kwargs.values()) if isinstance(x, SplitActivation)), None)
-    if part is None or not isinstance(part.axis, TokenAxis) or not torch._C._is_torch_function_enabled():
+    axis = sealed_axis() if part is None else part.axis
+    # Backwards of libraries are derivatives: what they give for shares of the ranks adds up.
+    known = part is None and (not torch.is_grad_enabled() or (of_library(kind) and kind is not BackwardHookFunction))
+    if known or not isinstance(axis, TokenAxis) or not torch._C._is_torch_function_enabled():
         return _APPLY(kind, *args, **kwargs)
     if kind is BackwardHookFunction:
         raise refuse("a module", "its full backward hook would be given gradients of this rank's tokens")
-    return part.axis.call_alike(partial(_APPLY, kind), args, kwargs)
+    return axis.call_alike(kind, args, kwargs)
 
 
 def install(model: Any, applied: SpreadSequences) -> None:
@@ -180,12 +195,12 @@ class _Followed:
         applied = self._axis.applied
         if not (applied.active and applied.consecutive) or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
-        if is_sealed():
+        if sealed_axis() is not None:
             return self._compute(forward, args, kwargs)
         if torch._C._current_graph_task_id() == -1:
             return forward(*args, **kwargs)  # of another model: transformers' share some functions
         # A recomputation in the backward, which is given plain tensors where it was given parts.
-        with Sealed():
+        with Sealed(self._axis):
             args = tuple(self._as_part(place, x) for place, x in enumerate(args))
             return self._compute(forward, args, {name: self._as_part(name, x) for name, x in kwargs.items()})
 
@@ -275,7 +290,7 @@ def _follow(axis: TokenAxis, kind: type[nn.Module], forward: Any, args: tuple[An
             named[name] = axis.split(named[name])
     axis.applied.whole_outputs.clear()
     try:
-        with Sealed():
+        with Sealed(axis):
             return map_tensors(forward(**named), partial(_leave, axis))
     except NeedsWhole as error:
         raise refuse(kind.__name__, str(error).partition("; in tensor_parallel")[0]) from error

@@ -25,6 +25,7 @@ from zeromesh.parallel.context.applied import (
 )
 from zeromesh.parallel.context.document_order import order_of
 from zeromesh.parallel.context.pair_rules import CausalPairs, RulePairs
+from zeromesh.parallel.context.sequence_order import require_length
 from zeromesh.parallel.context.spread_attention import ring
 from zeromesh.parallel.context.torch_attention import check_of, followed, require_no_mixing
 from zeromesh.parallel.context.whole_masks import Whole, attention_of, of_heads
@@ -174,6 +175,10 @@ class _Replacements:
         self._has_sinks = any(hasattr(module, "sinks") for module in model.modules())
         self.check: TokenCheck | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Replacements:
+        """Return the same object: the tables, which a copy of a model uses, too, call this one."""
+        return self
+
     def run(self, model: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         applied = self._applied
         if not applied.replaces:
@@ -183,6 +188,8 @@ class _Replacements:
         self._whole = _whole(model, named, counted)
         # Code that is checked may read tokens of one of a rank's two chunks together.
         documents = self._whole.documents if self._ring and self.check is None else None
+        if documents is not None:
+            require_length(documents.shape[1], applied.group.size)
         applied.begin(None if documents is None else order_of(documents, applied.parts))
         part = batch.split(named, applied.group, shift=shifts, counted=counted, masked=True, order=applied.order)
         if self.check is None:
@@ -206,7 +213,7 @@ class _Replacements:
         if not applied.replaces:
             output: tuple[Tensor, Any] = attention_of(self._own, module)(module, query, key, value, mask, **settings)
             return output
-        self._require_spread(module, query, key, mask, settings)
+        self._require_spread(module, query, mask, settings)
         causal = settings.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
         options: dict[str, Any] = {}
@@ -218,7 +225,7 @@ class _Replacements:
         return out.transpose(1, 2).contiguous(), None
 
     def _require_spread(
-        self, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, settings: Mapping[str, Any]
+        self, module: nn.Module, query: Tensor, mask: Tensor | None, settings: Mapping[str, Any]
     ) -> None:
         """Raise Unsupported if attention is not what ranks compute together."""
         # Not of the last forward: this may be a recomputation of one before it.
@@ -230,8 +237,6 @@ class _Replacements:
             reason = "its attention adds a bias to scores"
         elif self._applied.strategy == "ring" and self._own is not None and settings.get("softcap") is not None:
             reason = f"sdpa does not cap its attention's scores at {settings['softcap']}: build it with eager attention"
-        elif query.shape[2] != key.shape[2]:
-            reason = f"it has {query.shape[2]} queries and {key.shape[2]} keys, which should be of one sequence"
         elif mask is not None and self._applied.sends and (mask.shape[0], *mask.shape[-2:]) != (rows, length, length):
             reason = f"it has a mask of its own, of shape {tuple(mask.shape)}"
         if reason:

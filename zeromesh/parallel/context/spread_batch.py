@@ -37,9 +37,9 @@ def split(
 
     If ``shift``, a token's label is the token itself, as transformers' models take it; else it is the next. Where the
     batch has no positions, they are those ``counted`` by the model, or else from 0 on. Tokens are cut in the ``order``
-    that is given, (samples, sequence). Raise ValueError for a sequence
-    that cannot be cut, or for something in the batch that is not known to be cut; and, unless attention is
-    ``masked`` by those of whole sequences, for a mask or positions that causal attention does not have.
+    that is given, (samples, sequence). Raise ValueError for a sequence that cannot be cut, or for something in the
+    batch that is not known to be cut; and, unless attention is ``masked`` by those of whole sequences, for a mask or
+    positions that causal attention does not have.
     """
     parts = {name: value for name, value in batch.items() if value is not None}
     first = next((parts[name] for name in TOKENS if name in parts), None)

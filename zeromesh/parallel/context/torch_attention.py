@@ -173,18 +173,11 @@ class _Interception(Following):
         settings = dict(zip(("dropout_p", "is_causal"), args, strict=False)) | kwargs
         dropout, reason = settings.get("dropout_p", 0.0), ""
         if attn_mask is not None:
-            reason = (
-                f"its attention has a mask, of shape {tuple(attn_mask.shape)}, where only is_causal=True can be spread"
-            )
+            reason = f"its attention has a mask, of shape {tuple(attn_mask.shape)}: only is_causal=True can be spread"
         elif not settings.get("is_causal"):
             reason = "its attention is not causal"
         elif dropout > 0:
             reason = f"its attention has dropout {dropout:g}, which ranks would have to draw alike: set it to 0"
-        elif query.ndim != 4 or query.shape[2] != key.shape[2]:
-            reason = (
-                f"its queries have shape {tuple(query.shape)} and its keys {tuple(key.shape)}, where both should be "
-                "(batch, heads, sequence, width) with one sequence, and no cache"
-            )
         if reason:
             raise refuse(self._name, reason)
         return self._applied.attend(query, key, value, settings.get("scale"))

@@ -134,12 +134,13 @@ class Sealed(TorchDispatchMode):
     """Context in which no operator computes on parts unless a function of torch was asked before.
 
     Code outside of Python, and functions that torch lets nobody replace (``torch.tensor``, ``vmap``), would take a part
-    for the whole.
+    for the whole. ``axis`` is that of the parts, where there is one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, axis: Axis | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.refused: NeedsWhole | None = None
+        self.axis = axis
 
     def __enter__(self) -> Sealed:
         """Begin, unless it is in force already."""
@@ -172,9 +173,9 @@ _sealed: dict[int, Sealed] = {}
 """Thread -> the context that is in force there."""
 
 
-def is_sealed() -> bool:
-    """Return whether a context of ``Sealed`` is in force in this thread."""
-    return get_ident() in _sealed
+def sealed_axis() -> Axis | None:
+    """Return the axis of the context of ``Sealed`` that is in force in this thread, or None."""
+    return _sealed[get_ident()].axis if get_ident() in _sealed else None
 
 
 def frames() -> Iterator[FrameType]:

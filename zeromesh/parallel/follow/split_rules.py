@@ -161,7 +161,7 @@ def _hook(func: Any, args: Args, kwargs: Kwargs) -> Any:
     split_dim, axis = x.split_dim, x.axis
 
     def on_gradient(gradient: Tensor) -> Tensor | None:
-        with Sealed():
+        with Sealed(axis):
             scale = axis.gradient_scale
             own_gradient = as_split(gradient.view_as(gradient) if scale == 1 else gradient / scale, split_dim, axis)
             before = version(own_gradient)

@@ -184,7 +184,7 @@ class Durations:
             visible_back,
             visible * joins_again,
             max(0.0, exchange - attention) + swap,
-            max(0.0, 2 * exchange - 2 * attention) + swap,
+            (2 + repeated) * max(0.0, exchange - attention) + (1 + repeated) * swap,
             dispatch,
             dispatch * (2 if repeated else 1),
             **states,
