@@ -35,9 +35,11 @@ class RowSteps:
             self.missed[row] = -1
             return True
 
-        self._memory.in_place(ids, change)
-        self.last.append(step)
-        self.missed += 1
+        try:
+            self._memory.in_place(ids, change)
+        finally:  # after an error the rows that have not taken it miss it
+            self.last.append(step)
+            self.missed += 1
         self.make_up((self.missed > MOST_MISSED).nonzero().flatten())
         self._forget()
 

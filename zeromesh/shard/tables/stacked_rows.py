@@ -12,6 +12,7 @@ that belong to its rows.
 from __future__ import annotations
 
 import inspect
+import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -38,6 +39,8 @@ from zeromesh.shard.tables.row_memory import RowMemory
 from zeromesh.shard.tables.row_rules import Options, RowState
 from zeromesh.shard.tables.row_steps import RowSteps
 from zeromesh.shard.tables.table import Table
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -125,8 +128,8 @@ class StackedTable(Table):
         self._update: Future[None] | None = None
         self._fetched: Future[FetchedRows | None] | None = None
         # Users reach the weights and states through the optimizer.
-        self._classes = {base: watched_class(base, self._used) for base in (torch.Tensor, nn.Parameter)}
-        self._watched: list[torch.Tensor] = []
+        self._watched = {base: watched_class(base, self._used) for base in (torch.Tensor, nn.Parameter)}
+        self._states: list[torch.Tensor] = []  # of the last update
 
     def placed(self, tables: TableLayout) -> TableLayout:
         """Return the place of the rows and states."""
@@ -162,18 +165,21 @@ class StackedTable(Table):
                 return None
 
         self._fetched = self._beside.fetches.submit(fetch)
+        self._watch()
 
     def _fetch(self, fetcher: RowFetcher, rows: torch.Tensor) -> FetchedRows:
         return fetcher.fetch(rows, self.width, self.wire, self.steps.make_up)
 
     def drop(self) -> None:
-        """Forget rows that were fetched, and not asked for."""
-        self.wait()
-        self._fetched = None
+        """Forget rows that were fetched, and not asked for; whether that failed, nobody has to know."""
+        if self._fetched is not None:
+            wait([self._fetched])
+            self._fetched = None
 
     def answer(self, asked: torch.Tensor) -> torch.Tensor:
         """Return rows that are here, up to date, by their local numbers: shape (k, width), in the wire dtype."""
         self.wait()
+        self._watch()
         host = asked.cpu()
         rows, inverse = host.unique(return_inverse=True)
         fetched = None if self._fetched is None else self._fetched.result()
@@ -193,15 +199,23 @@ class StackedTable(Table):
 
     def settle(self, forget: bool = False) -> None:
         """Let all rows take the steps that they miss, and the planes have their values."""
-        self.drop() if forget else self.wait()
+        self.wait()
+        if forget:
+            self.drop()
         self.steps.make_up(torch.arange(self.rows_here))
         super().settle(forget)
 
+    def _watch(self) -> None:
+        """Hear of it when somebody uses the weights and states: copies of rows are elsewhere, or rows miss steps."""
+        for tensor in (*(piece.parameter for _, _, piece in self.flat.pieces), *self._states):
+            change_class(tensor, self._watched.get(type(tensor), type(tensor)))
+
     def _used(self, tensor: torch.Tensor) -> None:
-        """Let weights and states that somebody uses, and may change, miss no step."""
-        for watched in self._watched:
-            change_class(watched, type(watched).__base__ or torch.Tensor)
-        self._watched = []
+        """Let weights and states that somebody uses, and may change, miss no step, and be nowhere else."""
+        own = {watched: base for base, watched in self._watched.items()}
+        # The tensor may be a state that another one has replaced.
+        for used in (tensor, *(piece.parameter for _, _, piece in self.flat.pieces), *self._states):
+            change_class(used, own.get(type(used), type(used)))
         self.settle(forget=True)
 
     def rule_of(self, optimizer: torch.optim.Optimizer, group: Options) -> str:
@@ -213,6 +227,7 @@ class StackedTable(Table):
 
     def update(self, rule: str, options: Options, state: dict[str, Any]) -> None:
         """Begin one step: rows that have a gradient take it now, all others when they are next used."""
+        self.wait()
         self.drop()
         names = RULES[rule].states(options)
         with torch._C.DisableTorchFunctionSubclass():
@@ -220,10 +235,16 @@ class StackedTable(Table):
         number = int(state["step"]) + 1
         step = UpdateStep(rule, options_now(options, RULES[rule].options), number)
         state["step"] = state["step"] + 1
-        self._update = self._beside.updates.submit(self.steps.take, step, self.gradient.ids, self.gradient.summed)
-        self._watched = [piece.parameter for _, _, piece in self.flat.pieces] + [state[name] for name in names]
-        for tensor in self._watched:
-            change_class(tensor, self._classes.get(type(tensor), type(tensor)))
+        self._update = self._beside.updates.submit(self._take, step, self.gradient.ids, self.gradient.summed)
+        self._states = [state[name] for name in names]
+        self._watch()
+
+    def _take(self, step: UpdateStep, ids: torch.Tensor, gradients: torch.Tensor) -> None:
+        try:
+            self.steps.take(step, ids, gradients)
+        except Exception as error:  # nobody hears of it if this was the last step
+            _log.error("the update of %s failed, whose next use raises the error: %r", self.full_name, error)
+            raise
 
 
 _INITIAL = {"sum": "initial_accumulator_value"}
@@ -310,7 +331,8 @@ def _rows_of(
     stack: StackedRows, weight: StackedWeight, table: StackedTable, lookups: Lookups, call: TableCall
 ) -> torch.Tensor:
     """Return the rows of a weight that a call names; inside GatheredParameters, those that it has there."""
-    gathered = weight.of(call.ids, stack.count).detach() if table.flat.unbound and call.failure is None else None
+    reads = table.flat.unbound and call.failure is None
+    gathered = weight.of(call.ids, stack.count).detach().to(table.wire) if reads else None
     if gathered is not None and not torch.is_grad_enabled():
         return gathered  # without messages: ranks may generate texts of different lengths
     length, *shape = table.flat.layout.segments[0].shape
