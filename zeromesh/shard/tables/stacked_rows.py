@@ -12,10 +12,9 @@ that belong to its rows.
 from __future__ import annotations
 
 import inspect
-import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from zeromesh.base.placement import Tier
 from zeromesh.comm.agreement import catch
 from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.optim.host import options_now, states_of
-from zeromesh.shard.parameters.absent_guard import change_class, watched_class
+from zeromesh.shard.parameters.absent_guard import change_classes, watched_class
 from zeromesh.shard.sizes import TableLayout
 from zeromesh.shard.tables.lookups import Lookups, TableCall
 from zeromesh.shard.tables.row_fetches import Beside, FetchedRows, RowFetcher
@@ -39,8 +38,6 @@ from zeromesh.shard.tables.row_memory import RowMemory
 from zeromesh.shard.tables.row_rules import Options, RowState
 from zeromesh.shard.tables.row_steps import RowSteps
 from zeromesh.shard.tables.table import Table
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -127,9 +124,9 @@ class StackedTable(Table):
         # What uses rows in another thread: at first the update, then the fetch, if they were begun.
         self._update: Future[None] | None = None
         self._fetched: Future[FetchedRows | None] | None = None
-        # Users reach the weights and states through the optimizer.
-        self._watched = {base: watched_class(base, self._used) for base in (torch.Tensor, nn.Parameter)}
-        self._states: list[torch.Tensor] = []  # of the last update
+        # Users reach the weights and states through the optimizer, while copies are elsewhere, or rows miss steps.
+        self._watched: dict[type, type] = {cls: watched_class(cls, self._used) for cls in (torch.Tensor, nn.Parameter)}
+        self._theirs: list[torch.Tensor] = []
 
     def placed(self, tables: TableLayout) -> TableLayout:
         """Return the place of the rows and states."""
@@ -138,15 +135,16 @@ class StackedTable(Table):
     def _memory(self, plane: torch.Tensor, hot: int | None) -> RowMemory:
         in_files = self.flat.parameter_tier is Tier.NVME
         memory = RowMemory(plane, self.mesh.device, hot if in_files else None, on_host=True)
-        self.steps = RowSteps(memory, self.rows_here)
+        self.steps = RowSteps(memory, self.rows_here, self.full_name)
+        self._theirs = [piece.parameter for _, _, piece in self.flat.pieces]
         return memory
 
     def wait(self) -> None:
         """Wait for the update and the fetch of rows here; raise once what went wrong in them."""
         begun: list[Future[Any]] = [future for future in (self._update, self._fetched) if future is not None]
-        wait(begun)
+        failures = [error for future in begun if (error := future.exception()) is not None]
         self._update = None
-        if failures := [error for future in begun if (error := future.exception()) is not None]:
+        if failures:
             self._fetched = None
             raise failures[0]
 
@@ -165,7 +163,7 @@ class StackedTable(Table):
                 return None
 
         self._fetched = self._beside.fetches.submit(fetch)
-        self._watch()
+        change_classes(self._theirs, self._watched)
 
     def _fetch(self, fetcher: RowFetcher, rows: torch.Tensor) -> FetchedRows:
         return fetcher.fetch(rows, self.width, self.wire, self.steps.make_up)
@@ -173,13 +171,13 @@ class StackedTable(Table):
     def drop(self) -> None:
         """Forget rows that were fetched, and not asked for; whether that failed, nobody has to know."""
         if self._fetched is not None:
-            wait([self._fetched])
+            self._fetched.exception()  # when it is done
             self._fetched = None
 
     def answer(self, asked: torch.Tensor) -> torch.Tensor:
         """Return rows that are here, up to date, by their local numbers: shape (k, width), in the wire dtype."""
         self.wait()
-        self._watch()
+        change_classes(self._theirs, self._watched)
         host = asked.cpu()
         rows, inverse = host.unique(return_inverse=True)
         fetched = None if self._fetched is None else self._fetched.result()
@@ -200,22 +198,13 @@ class StackedTable(Table):
     def settle(self, forget: bool = False) -> None:
         """Let all rows take the steps that they miss, and the planes have their values."""
         self.wait()
-        if forget:
-            self.drop()
+        self._fetched = None if forget else self._fetched
         self.steps.make_up(torch.arange(self.rows_here))
         super().settle(forget)
 
-    def _watch(self) -> None:
-        """Hear of it when somebody uses the weights and states: copies of rows are elsewhere, or rows miss steps."""
-        for tensor in (*(piece.parameter for _, _, piece in self.flat.pieces), *self._states):
-            change_class(tensor, self._watched.get(type(tensor), type(tensor)))
-
     def _used(self, tensor: torch.Tensor) -> None:
         """Let weights and states that somebody uses, and may change, miss no step, and be nowhere else."""
-        own = {watched: base for base, watched in self._watched.items()}
-        # The tensor may be a state that another one has replaced.
-        for used in (tensor, *(piece.parameter for _, _, piece in self.flat.pieces), *self._states):
-            change_class(used, own.get(type(used), type(used)))
+        change_classes([tensor, *self._theirs], {watched: own for own, watched in self._watched.items()})
         self.settle(forget=True)
 
     def rule_of(self, optimizer: torch.optim.Optimizer, group: Options) -> str:
@@ -235,16 +224,9 @@ class StackedTable(Table):
         number = int(state["step"]) + 1
         step = UpdateStep(rule, options_now(options, RULES[rule].options), number)
         state["step"] = state["step"] + 1
-        self._update = self._beside.updates.submit(self._take, step, self.gradient.ids, self.gradient.summed)
-        self._states = [state[name] for name in names]
-        self._watch()
-
-    def _take(self, step: UpdateStep, ids: torch.Tensor, gradients: torch.Tensor) -> None:
-        try:
-            self.steps.take(step, ids, gradients)
-        except Exception as error:  # nobody hears of it if this was the last step
-            _log.error("the update of %s failed, whose next use raises the error: %r", self.full_name, error)
-            raise
+        self._update = self._beside.updates.submit(self.steps.take, step, self.gradient.ids, self.gradient.summed)
+        self._theirs = [*(piece.parameter for _, _, piece in self.flat.pieces), *(state[name] for name in names)]
+        change_classes(self._theirs, self._watched)
 
 
 _INITIAL = {"sum": "initial_accumulator_value"}
