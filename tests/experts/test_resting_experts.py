@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import wait
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
@@ -269,6 +271,31 @@ def test_states_in_the_optimizer_miss_no_step_and_can_be_changed(rest: str, tmp_
     engine.destroy()
 
 
+@pytest.mark.parametrize("rest", ["cpu", "nvme"])
+def test_forwards_have_what_users_write_to_weights_between_them(rest: str, tmp_path: Path) -> None:
+    """Rows that were fetched ahead, or are in the slots, are those from before the write."""
+    engine, model = engine_of(Case(rest=rest), str(tmp_path)), build_mixture(torch.float64, experts=EXPERTS)
+    pieces = [piece for group in engine.optimizer.param_groups for piece in group["params"]]
+    with torch.no_grad():
+        for _ in range(2):
+            for _ in range(2):  # the second one ends with a guess
+                found = mixture_loss(engine, token_rows(0, 1, LENGTH))
+            assert found.item() == pytest.approx(mixture_loss(model, token_rows(0, 1, LENGTH)).item(), rel=1e-12)
+            for tensor in (*pieces, *model.parameters()):
+                tensor.mul_(0.5)
+    engine.destroy()
+
+
+def test_states_that_others_have_replaced_can_be_read(tmp_path: Path) -> None:
+    engine = engine_of(Case(), str(tmp_path))
+    advance(engine, Case(), [0])
+    before = engine.optimizer.state_dict()
+    engine.optimizer.load_state_dict(deepcopy(before))
+    advance(engine, Case(), [1])
+    assert all(bool(state["exp_avg"].isfinite().all()) for state in before["state"].values())
+    engine.destroy()
+
+
 def test_sums_of_micro_batches_that_are_not_sent_are_not_rounded(tmp_path: Path) -> None:
     """Gradients in bf16 are added up in fp32; on one rank the update has the sum, as of experts in memory."""
     sections = {"bf16": True, "data_types": {"grad_accum_dtype": "fp32"}}
@@ -373,15 +400,25 @@ def test_updates_go_on_after_the_step_and_forwards_wait(monkeypatch: pytest.Monk
     engine.destroy()
 
 
-def test_an_error_of_an_update_is_raised_by_the_next_forward(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_error_of_an_update_is_logged_and_raised_by_the_next_forward(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     def fail(*rows: object) -> None:
         raise MemoryError("no memory for the update")
 
     engine = engine_of(Case(), str(tmp_path))
-    monkeypatch.setattr(row_steps, "take_steps", fail)
-    advance(engine, Case(), [0])
-    with pytest.raises(MemoryError, match="no memory for the update"):
-        mixture_loss(engine, token_rows(0, 1, LENGTH))
+    with monkeypatch.context() as patch:
+        patch.setattr(row_steps, "take_steps", fail)
+        advance(engine, Case(), [0])
+        for table in engine.sharded.tables:
+            wait([table._update])
+    assert "the update of blocks.0.experts.down_proj failed" in caplog.text  # also if it was the last one
+    for _ in range(2):  # layers
+        with pytest.raises(MemoryError, match="no memory for the update"):
+            mixture_loss(engine, token_rows(0, 1, LENGTH))
+    advance(engine, Case(), [1])  # rows that have not taken a step miss it
+    engine.gathered_state_dict()
+    assert all(table.steps.missed.tolist() == [0] * EXPERTS for table in engine.sharded.tables)
     engine.destroy()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any, Protocol, Self, TypeVar
@@ -42,6 +42,12 @@ Saving = Callable[[], AbstractContextManager[None]]
 def change_class(parameter: torch.Tensor, chosen: type) -> None:
     """Let a parameter be of another class; the object stays the same."""
     parameter.__class__ = chosen
+
+
+def change_classes(tensors: Iterable[torch.Tensor], chosen: Mapping[type, type]) -> None:
+    """Let each tensor whose class is a key be of the class that is its value."""
+    for tensor in tensors:
+        change_class(tensor, chosen.get(type(tensor), type(tensor)))
 
 
 def is_unloaded(parameter: torch.Tensor) -> bool:

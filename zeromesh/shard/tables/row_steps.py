@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
@@ -11,6 +12,8 @@ import torch
 from zeromesh.base.kernels.update_pass import UpdatePiece, UpdateStep, update
 from zeromesh.shard.tables.row_memory import RowMemory
 
+_log = logging.getLogger(__name__)
+
 WINDOW = 1 << 18  # elements that take all their steps before others do: a processor's cache has them and their states
 MOST_MISSED = 1000  # steps that are kept for a row; one that misses more takes them, used or not
 
@@ -18,8 +21,8 @@ MOST_MISSED = 1000  # steps that are kept for a row; one that misses more takes 
 class RowSteps:
     """Steps that the rows of one table have taken, and those that they miss."""
 
-    def __init__(self, memory: RowMemory, rows: int) -> None:
-        self._memory = memory
+    def __init__(self, memory: RowMemory, rows: int, name: str) -> None:
+        self._memory, self._name = memory, name
         self.missed = torch.zeros(rows, dtype=torch.int64)  # steps of each row that are to be made up for
         self.last: deque[UpdateStep] = deque()  # the last steps, as many as any row misses
 
@@ -35,9 +38,14 @@ class RowSteps:
             self.missed[row] = -1
             return True
 
-        self._memory.in_place(ids, change)
-        self.last.append(step)
-        self.missed += 1
+        try:
+            self._memory.in_place(ids, change)
+        except Exception as error:  # nobody hears of it if this was the last step
+            _log.error("the update of %s failed, whose next use raises the error: %r", self._name, error)
+            raise
+        finally:  # after an error the rows that have not taken it miss it
+            self.last.append(step)
+            self.missed += 1
         self.make_up((self.missed > MOST_MISSED).nonzero().flatten())
         self._forget()
 

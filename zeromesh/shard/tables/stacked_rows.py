@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from zeromesh.base.placement import Tier
 from zeromesh.comm.agreement import catch
 from zeromesh.comm.mesh import Mesh
 from zeromesh.shard.optim.host import options_now, states_of
-from zeromesh.shard.parameters.absent_guard import change_class, watched_class
+from zeromesh.shard.parameters.absent_guard import change_classes, watched_class
 from zeromesh.shard.sizes import TableLayout
 from zeromesh.shard.tables.lookups import Lookups, TableCall
 from zeromesh.shard.tables.row_fetches import Beside, FetchedRows, RowFetcher
@@ -124,9 +124,9 @@ class StackedTable(Table):
         # What uses rows in another thread: at first the update, then the fetch, if they were begun.
         self._update: Future[None] | None = None
         self._fetched: Future[FetchedRows | None] | None = None
-        # Users reach the weights and states through the optimizer.
-        self._classes = {base: watched_class(base, self._used) for base in (torch.Tensor, nn.Parameter)}
-        self._watched: list[torch.Tensor] = []
+        # Users reach the weights and states through the optimizer, while copies are elsewhere, or rows miss steps.
+        self._watched: dict[type, type] = {cls: watched_class(cls, self._used) for cls in (torch.Tensor, nn.Parameter)}
+        self._theirs: list[torch.Tensor] = []
 
     def placed(self, tables: TableLayout) -> TableLayout:
         """Return the place of the rows and states."""
@@ -135,15 +135,16 @@ class StackedTable(Table):
     def _memory(self, plane: torch.Tensor, hot: int | None) -> RowMemory:
         in_files = self.flat.parameter_tier is Tier.NVME
         memory = RowMemory(plane, self.mesh.device, hot if in_files else None, on_host=True)
-        self.steps = RowSteps(memory, self.rows_here)
+        self.steps = RowSteps(memory, self.rows_here, self.full_name)
+        self._theirs = [piece.parameter for _, _, piece in self.flat.pieces]
         return memory
 
     def wait(self) -> None:
         """Wait for the update and the fetch of rows here; raise once what went wrong in them."""
         begun: list[Future[Any]] = [future for future in (self._update, self._fetched) if future is not None]
-        wait(begun)
+        failures = [error for future in begun if (error := future.exception()) is not None]
         self._update = None
-        if failures := [error for future in begun if (error := future.exception()) is not None]:
+        if failures:
             self._fetched = None
             raise failures[0]
 
@@ -162,18 +163,21 @@ class StackedTable(Table):
                 return None
 
         self._fetched = self._beside.fetches.submit(fetch)
+        change_classes(self._theirs, self._watched)
 
     def _fetch(self, fetcher: RowFetcher, rows: torch.Tensor) -> FetchedRows:
         return fetcher.fetch(rows, self.width, self.wire, self.steps.make_up)
 
     def drop(self) -> None:
-        """Forget rows that were fetched, and not asked for."""
-        self.wait()
-        self._fetched = None
+        """Forget rows that were fetched, and not asked for; whether that failed, nobody has to know."""
+        if self._fetched is not None:
+            self._fetched.exception()  # when it is done
+            self._fetched = None
 
     def answer(self, asked: torch.Tensor) -> torch.Tensor:
         """Return rows that are here, up to date, by their local numbers: shape (k, width), in the wire dtype."""
         self.wait()
+        change_classes(self._theirs, self._watched)
         host = asked.cpu()
         rows, inverse = host.unique(return_inverse=True)
         fetched = None if self._fetched is None else self._fetched.result()
@@ -193,15 +197,14 @@ class StackedTable(Table):
 
     def settle(self, forget: bool = False) -> None:
         """Let all rows take the steps that they miss, and the planes have their values."""
-        self.drop() if forget else self.wait()
+        self.wait()
+        self._fetched = None if forget else self._fetched
         self.steps.make_up(torch.arange(self.rows_here))
         super().settle(forget)
 
     def _used(self, tensor: torch.Tensor) -> None:
-        """Let weights and states that somebody uses, and may change, miss no step."""
-        for watched in self._watched:
-            change_class(watched, type(watched).__base__ or torch.Tensor)
-        self._watched = []
+        """Let weights and states that somebody uses, and may change, miss no step, and be nowhere else."""
+        change_classes([tensor, *self._theirs], {watched: own for own, watched in self._watched.items()})
         self.settle(forget=True)
 
     def rule_of(self, optimizer: torch.optim.Optimizer, group: Options) -> str:
@@ -213,6 +216,7 @@ class StackedTable(Table):
 
     def update(self, rule: str, options: Options, state: dict[str, Any]) -> None:
         """Begin one step: rows that have a gradient take it now, all others when they are next used."""
+        self.wait()
         self.drop()
         names = RULES[rule].states(options)
         with torch._C.DisableTorchFunctionSubclass():
@@ -221,9 +225,8 @@ class StackedTable(Table):
         step = UpdateStep(rule, options_now(options, RULES[rule].options), number)
         state["step"] = state["step"] + 1
         self._update = self._beside.updates.submit(self.steps.take, step, self.gradient.ids, self.gradient.summed)
-        self._watched = [piece.parameter for _, _, piece in self.flat.pieces] + [state[name] for name in names]
-        for tensor in self._watched:
-            change_class(tensor, self._classes.get(type(tensor), type(tensor)))
+        self._theirs = [*(piece.parameter for _, _, piece in self.flat.pieces), *(state[name] for name in names)]
+        change_classes(self._theirs, self._watched)
 
 
 _INITIAL = {"sum": "initial_accumulator_value"}
@@ -310,7 +313,8 @@ def _rows_of(
     stack: StackedRows, weight: StackedWeight, table: StackedTable, lookups: Lookups, call: TableCall
 ) -> torch.Tensor:
     """Return the rows of a weight that a call names; inside GatheredParameters, those that it has there."""
-    gathered = weight.of(call.ids, stack.count).detach() if table.flat.unbound and call.failure is None else None
+    reads = table.flat.unbound and call.failure is None
+    gathered = weight.of(call.ids, stack.count).detach().to(table.wire) if reads else None
     if gathered is not None and not torch.is_grad_enabled():
         return gathered  # without messages: ranks may generate texts of different lengths
     length, *shape = table.flat.layout.segments[0].shape
