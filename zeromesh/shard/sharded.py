@@ -41,7 +41,7 @@ from zeromesh.shard.place_units import ModelPart, Sharding, lay_out, make_units
 from zeromesh.shard.sizes import slots_of
 from zeromesh.shard.store.budget import MemoryBudget, Prepare
 from zeromesh.shard.store.early import EarlyUpdates, can_begin_early
-from zeromesh.shard.store.host_update import HostStepss, pieces_on_host
+from zeromesh.shard.store.host_update import HostUpdates, pieces_on_host
 from zeromesh.shard.store.link import Link
 from zeromesh.shard.store.tiers import Tiers
 from zeromesh.shard.store.window import StateWindow
@@ -115,7 +115,7 @@ class ShardedModel:
         for unit, flats, its_row in laid_out:
             unit.place(flats, its_row, mesh, mixed, materialise, self.link, self.store)
         self.early = EarlyUpdates(self.store, mesh, self.link, row.pinned)
-        self.host_updates = HostStepss(self.store, self.link, row.pinned)
+        self.host_updates = HostUpdates(self.store, self.link, row.pinned)
         if self.store.early:
             self.reducer.listen(self.early.is_whole)
         places = rest if self.sharded else []

@@ -26,7 +26,7 @@ def pieces_on_host(flat: Flat, steps: HostSteps | None) -> Iterator[tuple[int, s
         yield from (entry for entry in flat.pieces if steps.takes(entry[2].parameter, shard))
 
 
-class HostStepss:
+class HostUpdates:
     """Updates masters and writes the new parameters; those of masters on the host in the same pass."""
 
     def __init__(self, store: Tiers, link: Link, pinned: bool) -> None:
