@@ -312,7 +312,8 @@ def test_a_message_that_was_received_is_through_though_its_receiver_closes_at_on
 def apart(rank_of_other_machine: int) -> tuple[bool, float]:
     """Return whether the transport is used, and what an all-reduce gives, where one rank is on another machine."""
     rank = dist.get_rank()
-    local._place, before = (lambda: "elsewhere") if rank == rank_of_other_machine else local._place, local._place
+    before = local.network_place
+    local.network_place = (lambda: "elsewhere") if rank == rank_of_other_machine else before
     local._made.pop(dist.group.WORLD, None)
     try:
         mesh = Mesh({"data": 3}, CPU)
@@ -322,7 +323,7 @@ def apart(rank_of_other_machine: int) -> tuple[bool, float]:
         mesh.shard.all_reduce(tensor, 1)
         return mesh.shard._carrier is not None, tensor.sum().item()
     finally:
-        local._place = before
+        local.network_place = before
         local._made.pop(dist.group.WORLD, None)
 
 

@@ -16,8 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from harness import on_ranks, run_ranks
 from run import sgd, start_engine, train_step
 from zeromesh.comm import collectives
-from zeromesh.comm.medians import medians_of_others
-from zeromesh.comm.stragglers import Busy, Stragglers
+from zeromesh.comm.stragglers import Busy, Stragglers, medians_of_others
 
 STEPS = 3
 

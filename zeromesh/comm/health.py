@@ -18,8 +18,8 @@ import torch
 
 from zeromesh.base.kernels.measure import best_seconds, copy_speed, synchronize
 from zeromesh.comm.agreement import agree_run
-from zeromesh.comm.medians import medians_of_others
 from zeromesh.comm.mesh import Mesh
+from zeromesh.comm.stragglers import medians_of_others
 
 SLOW = 0.5  # of what is usual
 LEAST_CHECKS = 3  # of a thing, from which on its own median counts

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from zeromesh.base.kernels.native import SUMMED, library
 from zeromesh.comm.messages import gather_rows
-from zeromesh.comm.signs import PLACE
+from zeromesh.comm.signs import network_place
 
 LEAVING = 1000  # milliseconds that an ending process gives others to copy what was sent to them
 _PAUSE = 1000  # milliseconds after which a wait lets Python handle signals
@@ -77,7 +77,7 @@ class Transport:
         self._dropped: deque[tuple[ctypes.c_void_p, Sequence[torch.Tensor]]] = deque()
         self._link, self.ranks, self.complete = 0, frozenset[int](), False
         self._of_sums: dict[tuple[int, ...], tuple[Any, str]] = {}  # of ranks, see _sources
-        place_number = 1 + int.from_bytes(hashlib.sha256(_place().encode()).digest()[:7], "big")
+        place_number = 1 + int.from_bytes(hashlib.sha256(network_place().encode()).digest()[:7], "big")
         places = exchange(torch.tensor([place_number if native is not None else 0])).flatten().tolist()
         here = [peer for peer, place in enumerate(places) if peer == rank or (place and place == places[rank])]
         # Memory and messages to others are numbered among the ranks of this place, not among all.
@@ -298,11 +298,3 @@ def _timeout() -> timedelta:
     backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
     limit: timedelta = getattr(getattr(backend, "options", None), "_timeout", dist.default_pg_timeout)
     return limit
-
-
-def _place() -> str:
-    """Name the machine and the container: ranks in networks of their own count as on several machines."""
-    try:
-        return f"{PLACE} {os.readlink('/proc/self/ns/net')}"
-    except OSError:
-        return PLACE

@@ -18,7 +18,7 @@ from zeromesh.comm.detect import Environment
 from zeromesh.comm.failure import StartError
 from zeromesh.comm.launchers import TORCHRUN, names_of, value
 from zeromesh.comm.rendezvous import FAREWELL_SECONDS
-from zeromesh.comm.signs import PLACE
+from zeromesh.comm.signs import network_place
 from zeromesh.comm.trust import SealedStore
 
 
@@ -92,12 +92,8 @@ def start_together(environment: Environment, store: SealedStore, problem: Except
 def node_facts(environment: Environment, env: Mapping[str, str]) -> dict[str, Any]:
     """Return what tells the node of this process, and what its launcher says of its place there."""
     row = names_of(environment.launcher)
-    try:
-        network = os.readlink("/proc/self/ns/net")
-    except OSError:
-        network = ""
     # Containers may share a name, and pods a machine. Ranks of one node reach each other over loopback.
-    node = f"{socket.gethostname()} {PLACE} {network} {value(env, TORCHRUN.node_rank)}"
+    node = f"{socket.gethostname()} {network_place()} {value(env, TORCHRUN.node_rank)}"
     local_rank = value(env, row.local_rank or TORCHRUN.local_rank)
     local_size = value(env, row.local_world_size or TORCHRUN.local_world_size)
     return {

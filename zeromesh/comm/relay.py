@@ -37,16 +37,11 @@ _TCPStore = dist.TCPStore  # type: ignore[attr-defined]
 
 
 class Relay:
-    """This rank's part in passing signs on. It calls the store while it writes for its place, and else never.
-
-    Attributes:
-        waiting: a rank of this place waits for long.
-        over: what the first rank of the run that ended has left, if one of this place waits for long.
-    """
+    """This rank's part in passing signs on. It calls the store while it writes for its place, and else never."""
 
     def __init__(self, store: Any, board: Board, rank: int, world_size: int, patience: float) -> None:
-        self.waiting = False
-        self.over: list[dict[str, Any]] = []
+        self.waiting = False  # a rank of this place waits for long
+        self.over: list[dict[str, Any]] = []  # what the first rank that ended has left, if one waits for long
         self._main_store, self._store = store, None  # the second connection: a wait holds the first
         self._board, self._rank, self._world_size = board, rank, world_size
         self._tick_seconds = patience / TICKS

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from zeromesh.comm.medians import medians_of_others
 from zeromesh.comm.mesh import Mesh
 
 RATIO = 2.0  # times the others' median from which on a rank is named
@@ -145,3 +144,18 @@ def _usual(columns: Sequence[Sequence[int]], seconds: Sequence[float]) -> list[f
         for rank, median in zip(ranks, medians_of_others([seconds[rank] for rank in ranks]), strict=True):
             usual[rank] = median
     return usual
+
+
+def medians_of_others(values: Sequence[float]) -> list[float]:
+    """Return for each value the median of all others, from one sorting; 0 where there is no other."""
+    count = len(values)
+    if count < 2:
+        return [0.0] * count
+    order = sorted(range(count), key=values.__getitem__)
+    medians = [0.0] * count
+    # Without the value at a place, those behind it move up by one.
+    low, high = (count - 2) // 2, (count - 1) // 2
+    for place, index in enumerate(order):
+        below = values[order[low + (place <= low)]]
+        medians[index] = below if low == high else (below + values[order[high + (place <= high)]]) / 2
+    return medians

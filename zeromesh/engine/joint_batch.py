@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -170,11 +171,8 @@ class SynchronisedBatchNorm(_BatchNorm):
         # Not ``mean``, which is NaN for a rank without samples.
         mean = channels.sum(1) / max(channels.shape[1], 1)
         variance = (channels - mean[:, None]).square().sum(1) / max(channels.shape[1], 1)
-        return joint_moments(mean, variance, channels.shape[1], self._gather)
-
-    def _gather(self, row: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all ranks, (ranks, n); the gradient of a row is the sum of all ranks' gradients of it."""
-        return gather_with_gradient(row[None], self.process_group)
+        gather = partial(gather_with_gradient, process_group=self.process_group)
+        return joint_moments(mean, variance, channels.shape[1], lambda row: gather(row[None]))
 
     @torch.no_grad()
     def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:

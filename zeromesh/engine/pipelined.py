@@ -56,12 +56,6 @@ class Pipelined:
     """A model in pipeline stages. Raise ValueError if it cannot be cut so, or there is no such schedule.
 
     ``splits`` lets gradients of activations be sent before those of weights are computed, also in 1f1b.
-
-    Attributes:
-        schedules: of training steps.
-        cut: the blocks of each stage.
-        recorded: the update that was recorded last; None if none was.
-        taken: places of parameters of other ranks' stages, where there are zeros now.
     """
 
     def __init__(
@@ -85,12 +79,12 @@ class Pipelined:
             schedule, size, microbatches, chosen.chunks, chosen.costs, chosen.recompute, splits
         )
         self._placement = self.schedules.placement
-        self.cut = blocks.cut(starts_of(chosen.partition, blocks, len(self._placement)))
+        self.cut = blocks.cut(starts_of(chosen.partition, blocks, len(self._placement)))  # the blocks of each stage
         self._interpreter: Interpreter | None = None
-        self.recorded: Recorded | None = None
+        self.recorded: Recorded | None = None  # the update that was recorded last
         self._records = False
         self._updates = 0
-        self.taken: list[Place] = []
+        self.taken: list[Place] = []  # parameters of other ranks' stages, where there are zeros now
 
     @property
     def stages(self) -> list[int]:

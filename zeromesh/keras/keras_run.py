@@ -40,26 +40,17 @@ def _masks(y_pred: Any) -> list[Any]:
 
 @dataclass
 class DistributedRun:
-    """State of a distributed model beside what Keras has.
-
-    Attributes:
-        engine: trains the model.
-        joint: the ranks whose rows make the joint batch.
-        splits: each rank gets the joint batches, and takes its rows; False: it gets its own batches.
-        classes: (layer, its own class, its class here) of the model and of layers that are changed.
-        symbolic: Keras is finding out shapes, without values.
-        compares: the next batch is compared over the ranks.
-        agrees: callbacks of the user's may stop the training on one rank.
-        probes: kinds of steps whose first batch is yet to show that parts of it make up the whole.
-    """
+    """State of a distributed model beside what Keras has."""
 
     engine: Engine
-    joint: JointBatch
-    splits: bool
+    joint: JointBatch  # the ranks whose rows make the joint batch
+    splits: bool  # each rank gets the joint batches, and takes its rows; False: it gets its own batches
+    # (Layer, its own class, its class here) of the model and of layers that are changed.
     classes: list[tuple[Any, type, type]] = field(default_factory=list)
-    symbolic: bool = False
-    compares: bool = True
-    agrees: bool = False
+    symbolic: bool = False  # Keras is finding out shapes, without values
+    compares: bool = True  # the next batch is compared over the ranks
+    agrees: bool = False  # callbacks of the user's may stop the training on one rank
+    # Kinds of steps whose first batch has not shown that parts make it up.
     probes: set[str] = field(default_factory=set)
 
     def compare_next(self) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from zeromesh.comm.collectives import Group
-from zeromesh.engine.joint_batch import gather_with_gradient
+from zeromesh.engine.joint_batch import gather_with_gradient, joint_moments
 
 
 class JointBatch:
@@ -48,10 +49,5 @@ class JointMoments:
             return mean, variance
         elements = inputs.numel() / mean.numel() if mask is None else float(mask.sum())
         elements = elements if joint.counts else 0.0
-        row = torch.cat([mean.reshape(-1), variance.reshape(-1), mean.new_tensor([elements])])
-        rows = gather_with_gradient(row[None], joint.group.process_group)
-        means, variances = rows[:, :-1].reshape(joint.group.size, 2, *mean.shape).unbind(1)
-        shares = (rows[:, -1] / rows[:, -1].sum()).reshape(-1, *[1] * mean.ndim)
-        joint_mean = (shares * means).sum(0)
-        # The variance around the joint mean, without large squares that cancel.
-        return joint_mean, (shares * (variances + (means - joint_mean) ** 2)).sum(0)
+        gather = partial(gather_with_gradient, process_group=joint.group.process_group)
+        return joint_moments(mean, variance, elements, lambda row: gather(row[None]))[:2]

@@ -16,24 +16,20 @@ from zeromesh.shard.tables.row_rules import RULES, rule_of
 
 
 class PlainTables:
-    """The tables of a model that one process trains: their groups, and their updates.
-
-    Attributes:
-        names: of the tables' weights.
-        groups: the parameter groups of the run, with the names in place of parameters.
-        states: of each table, whole, by their names in torch.
-    """
+    """The tables of a model that one process trains: their groups, and their updates."""
 
     def __init__(self, model: nn.Module, settings: Settings, names: list[str]) -> None:
         tables, _ = find_tables(model, settings.embedding_tables.modules, {})
-        self.names = frozenset(f"{name}.weight" for name in tables)
+        self.names = frozenset(f"{name}.weight" for name in tables)  # of the tables' weights
         for module in tables.values():
             change(module, sparse=True)
         by_id = {id(parameter): name for name, parameter in model.named_parameters()}
         parameters = dict(model.named_parameters())
         trained: list[dict[str, Any]] = [{"params": [parameters[name] for name in names]}]
         groups = with_table_group(trained, tables, settings)  # type: ignore[arg-type]
+        # The parameter groups of the run, with the names in place of parameters.
         self.groups = [{**group, "params": [by_id[id(p)] for p in group["params"]]} for group in groups]
+        # Of each table, whole, by their names in torch.
         self.states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self.names}
 
     def update(

@@ -48,29 +48,17 @@ EXACT = 2.0**-22  # relative round-off of a few operations in fp32
 
 @dataclass(frozen=True)
 class Trial:
-    """One comparison: steps of training in one precision.
+    """One comparison: steps of training in one precision."""
 
-    Attributes:
-        name: the precision.
-        settings: of the engine.
-        rows: gives micro-batches.
-        dtype: of the model's floating-point values before training; None leaves them as they are.
-        sizes: ranks by axis.
-        micro_batches: of an update, on each rank.
-        steps: number of updates.
-        device: of the plain process. Devices have kernels of their own, so it is the ranks'.
-        written: name of a parameter that both sides multiply by ``WRITTEN`` between the last backward and its update;
-            empty: none.
-    """
-
-    name: str
-    settings: Settings
-    rows: SampleRows
-    dtype: torch.dtype | None
-    sizes: Mapping[str, int]
-    micro_batches: int
-    steps: int
-    device: torch.device
+    name: str  # the precision
+    settings: Settings  # of the engine
+    rows: SampleRows  # gives micro-batches
+    dtype: torch.dtype | None  # of the model's floating-point values before training; None leaves them as they are
+    sizes: Mapping[str, int]  # ranks by axis
+    micro_batches: int  # of an update, on each rank
+    steps: int  # number of updates
+    device: torch.device  # of the plain process. Devices have kernels of their own, so it is the ranks'
+    # Parameter that both sides multiply by ``WRITTEN`` between the last backward and its update; empty: none.
     written: str = ""
 
     @property

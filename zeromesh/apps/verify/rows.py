@@ -15,19 +15,12 @@ FLAGS = 2  # distinct values of a tensor, up to which it counts as a mask
 
 @dataclass(frozen=True)
 class SampleRows:
-    """A batch of samples from which micro-batches are drawn.
+    """A batch of samples from which micro-batches are drawn."""
 
-    Attributes:
-        batch: whatever the model takes: nested containers of tensors with the samples along dim 0.
-        count: samples of a micro-batch.
-        ids: a bound for whole numbers, which are taken modulo it; 0: none. A smaller vocabulary needs it.
-        length: tokens of the samples in the second update; 0: as many as in the batch.
-    """
-
-    batch: Any
-    count: int
-    ids: int = 0
-    length: int = 0
+    batch: Any  # whatever the model takes: nested containers of tensors with the samples along dim 0
+    count: int  # samples of a micro-batch
+    ids: int = 0  # a bound for whole numbers, which are taken modulo it; 0: none. A smaller vocabulary needs it
+    length: int = 0  # tokens of the samples in the second update; 0: as many as in the batch
 
     @property
     def samples(self) -> int:

@@ -33,17 +33,13 @@ class DryRun(TorchDispatchMode):
         guess: stands for every value that is asked for and not known, and all tensors are taken to the meta device;
             None: tensors stay where the code makes them, and an operator that lacks a value raises torch's error.
         limit: number of operators; one more raises RuntimeError.
-
-    Attributes:
-        values: of the tensors of this run.
-        operators: number of operators called.
     """
 
     def __init__(self, listener: OperatorListener, guess: bool | None = None, limit: float = float("inf")) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._listener, self._moves, self._limit = listener, guess is not None, limit
-        self.values = KnownValues(guess)
-        self.operators = 0
+        self.values = KnownValues(guess)  # of the tensors of this run
+        self.operators = 0  # number of operators called
         # By operator and arguments, the shapes, strides and dtypes of the results; None where those do not suffice.
         self._recipes: dict[Any, tuple[Any, ...] | None] = {}
 

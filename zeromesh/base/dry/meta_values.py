@@ -108,16 +108,11 @@ def literals() -> Iterator[None]:
 
 
 class KnownValues:
-    """Values of the tensors of one run; ``guess`` stands for those that are not known, unless it is None.
-
-    Attributes:
-        balanced: True once a choice was made up.
-        guessed: True once the guess was taken.
-    """
+    """Values of the tensors of one run; ``guess`` stands for those that are not known, unless it is None."""
 
     def __init__(self, guess: bool | None = None) -> None:
         self._guess = guess
-        self.balanced = self.guessed = False
+        self.balanced = self.guessed = False  # whether a choice was made up, and whether the guess was taken
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, Any, tuple[Any, ...]]:
         """Return whether an operator is done, its result, and the arguments for torch if it is not."""

@@ -14,6 +14,7 @@ import secrets
 import shutil
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -275,7 +276,7 @@ class MemoryCopies:
         if newest is None or newest.steps < on_disk:
             return None
         agree_run(self._world, "look for copies", run_copies.hold)  # also on nodes that have none yet
-        has = [{part.rank for part in map(_Part._make, parts) if part.copy == newest} for parts in on_node]
+        has = [{rank for rank, *copy in parts if _Copy(*copy) == newest} for parts in on_node]
         slot = run_copies.slot(newest.sequence)
         texts_of_parts = self._descriptions(slot, newest, has)
         parts = [json.loads(text) for text in texts_of_parts]
@@ -371,23 +372,8 @@ class _Copy(NamedTuple):
     steps: int
 
 
-class _Part(NamedTuple):
-    """A part that is on a node."""
-
-    life: str
-    sequence: int
-    ranks: int
-    steps: int
-    rank: int
-
-    @property
-    def copy(self) -> _Copy:
-        """Copy that it is a part of."""
-        return _Copy(*self[:4])
-
-
-def _parts(run_copies: Kept) -> list[_Part] | None:
-    """Return the parts on this node; None if another process writes them."""
+def _parts(run_copies: Kept) -> list[list[Any]] | None:
+    """Return the parts on this node, each its rank and its copy's fields; None if another process writes them."""
     if not run_copies.here.is_dir():
         return []
     try:
@@ -401,15 +387,15 @@ def _parts(run_copies: Kept) -> list[_Part] | None:
             words, size = json.loads(path.read_text(encoding="utf-8")), data.stat().st_size
             named_by = (words["life"], words["sequence"], words["ranks"], words["global_steps"])
             if size >= max((box["bytes"][1] for box in words["shard"]["boxes"]), default=0):
-                parts.append(_Part(*named_by, int(path.stem[5:])))
+                parts.append([int(path.stem[5:]), *named_by])
     return parts
 
 
 def _newest(on_node: list[list[list[Any]]]) -> _Copy | None:
     """Return the newest copy with all its parts on some node; tell where a newer one lacks some."""
     parts: dict[_Copy, set[int]] = {}
-    for part in (_Part._make(fields) for node_parts in on_node for fields in node_parts):
-        parts.setdefault(part.copy, set()).add(part.rank)
+    for rank, *fields in chain.from_iterable(on_node):
+        parts.setdefault(_Copy(*fields), set()).add(rank)
     for copy in sorted(parts, key=lambda copy: copy.sequence, reverse=True):
         lacking = sorted(set(range(copy.ranks)) - parts[copy])
         if not lacking:

@@ -20,7 +20,8 @@ from torch import nn
 
 from zeromesh.base.files import inside
 from zeromesh.checkpoint.boxes import Box
-from zeromesh.checkpoint.formats.form import Contents, group_options, plain_number, tensors, whole
+from zeromesh.checkpoint.contents import plain_numbers
+from zeromesh.checkpoint.formats.form import Contents, group_options, tensors, whole
 from zeromesh.checkpoint.formats.lightning_checkpoints import IsTrained, add_numbered, shared_names
 from zeromesh.checkpoint.formats.pickles import Inert, read_tensors
 from zeromesh.checkpoint.formats.torch_distributed import named_groups
@@ -323,7 +324,7 @@ def write(contents: Contents, folder: Path, advance: Callable[[int], None], rank
             optimizer_state["loss_scaler"] = _Scaler(scale, contents.progress.get("global_steps", 0))
         # At stage 3 the step of the first group is that of all parameters.
         step = torch.tensor(
-            float(max((plain_number(n["step"]) for n in contents.numbers.values() if "step" in n), default=0))
+            float(max((plain_numbers(n["step"]) for n in contents.numbers.values() if "step" in n), default=0))
         )
         states = {"state": {number: {"step": step} for number in range(len(groups))}, "param_groups": groups}
         optimizer_state |= {"overflow": False, "optimizer_state_dict": states}

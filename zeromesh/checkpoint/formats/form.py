@@ -19,6 +19,7 @@ from zeromesh.base.buffer_memory import is_extra
 from zeromesh.base.files import Count, Form, record_type
 from zeromesh.base.optimizer_table import names_by_states
 from zeromesh.checkpoint.boxes import Box
+from zeromesh.checkpoint.contents import plain_numbers
 from zeromesh.checkpoint.manifest import ANOTHER, are_all, require_form
 from zeromesh.checkpoint.packing import pack
 
@@ -28,41 +29,23 @@ _IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "captu
 
 @dataclass
 class Contents:
-    """Contents of a checkpoint of any format.
+    """Contents of a checkpoint of any format."""
 
-    Attributes:
-        source: the format, for messages: "a DeepSpeed ZeRO-2 checkpoint".
-        parts: its tensors; those without elements are left out.
-        frozen: names of parameters that are not trained.
-        dtypes: dtypes of the computation by parameter, where the file tells them.
-        tied: other names of parameters, with the one that has the values.
-        groups: options of the optimizer's parameter groups.
-        members: number of the group of each parameter that the optimizer updates, by name.
-        numbers: states of the optimizer that are single numbers, by parameter.
-        optimizer: the class, or None where the file does not say.
-        progress: counters: global_steps, global_samples, micro_steps, skipped_steps.
-        scheduler: the state of the learning-rate schedule, and its name where the file tells it.
-        loss_scale: the loss scale of fp16.
-        client: values of the user's.
-        extra: extra state of modules, by its name in a state dict.
-        left: contents that are not converted, as sentences.
-    """
-
-    source: str
-    parts: list[Box] = field(default_factory=list)
-    frozen: set[str] = field(default_factory=set)
-    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    tied: dict[str, str] = field(default_factory=dict)
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    members: dict[str, int] = field(default_factory=dict)
-    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    optimizer: str | None = None
-    progress: dict[str, int] = field(default_factory=dict)
-    scheduler: tuple[Mapping[str, Any], str | None] | None = None
-    loss_scale: dict[str, Any] | None = None
-    client: dict[str, Any] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)
-    left: list[str] = field(default_factory=list)
+    source: str  # the format, for messages: "a DeepSpeed ZeRO-2 checkpoint"
+    parts: list[Box] = field(default_factory=list)  # its tensors; those without elements are left out
+    frozen: set[str] = field(default_factory=set)  # names of parameters that are not trained
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # of the computation by parameter, where they are told
+    tied: dict[str, str] = field(default_factory=dict)  # other names of parameters, with the one that has the values
+    groups: list[dict[str, Any]] = field(default_factory=list)  # options of the optimizer's parameter groups
+    members: dict[str, int] = field(default_factory=dict)  # group of each parameter that the optimizer updates
+    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)  # single numbers among its states, by parameter
+    optimizer: str | None = None  # the class, or None where the file does not say
+    progress: dict[str, int] = field(default_factory=dict)  # global_steps, global_samples, micro_steps, skipped_steps
+    scheduler: tuple[Mapping[str, Any], str | None] | None = None  # its state, and its name where the file tells it
+    loss_scale: dict[str, Any] | None = None  # of fp16
+    client: dict[str, Any] = field(default_factory=dict)  # values of the user's
+    extra: dict[str, Any] = field(default_factory=dict)  # extra state of modules, by its name in a state dict
+    left: list[str] = field(default_factory=list)  # contents that are not converted, as sentences
 
     def require_sound(self, path: Path) -> None:
         """Raise ValueError unless all is of the form that writers expect; other programs may have written anything."""
@@ -74,7 +57,7 @@ class Contents:
                 raise ValueError(f"{path} has {part.name} outside of its tensor, or of no dtype of torch; {ANOTHER}")
         for name, numbers in self.numbers.items():
             for key, value in numbers.items():
-                if not isinstance(plain_number(value), int | float) or abs(plain_number(value)) >= 2**63:
+                if not isinstance(plain_numbers(value), int | float) or abs(plain_numbers(value)) >= 2**63:
                     raise ValueError(
                         f"{path} has {key} = {str(value)[:80]} of {name}, which is not a number; {ANOTHER}"
                     )
@@ -170,11 +153,6 @@ _FORM: Form = TypeAdapter(
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a parameter group that say which update is computed."""
     return {key: value for key, value in group.items() if key not in _IMPLEMENTATION}
-
-
-def plain_number(value: Any) -> Any:
-    """Return a number in the place of a tensor of one element."""
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def whole(parts: Iterable[Box]) -> torch.Tensor:

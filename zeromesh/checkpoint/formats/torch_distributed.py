@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from zeromesh.base.buffer_memory import is_extra
 from zeromesh.base.files import inside, open_regular
 from zeromesh.checkpoint.boxes import Box
-from zeromesh.checkpoint.formats.form import Contents, group_options, plain_number, tensors, whole
+from zeromesh.checkpoint.contents import plain_numbers
+from zeromesh.checkpoint.formats.form import Contents, group_options, tensors, whole
 from zeromesh.checkpoint.formats.lightning_checkpoints import IsTrained, names_by_number
 from zeromesh.checkpoint.formats.pickles import read_metadata, read_tensors
 
@@ -193,8 +194,8 @@ def _add_values(contents: Contents, tree: dict[Any, Any]) -> None:
     for key, value in list(tree.items()):
         if contents.scheduler is None and isinstance(value, dict) and _POSITIONS & value.keys():
             contents.take(scheduler=(tree.pop(key), None))
-    steps = [number for key in _STEPS if isinstance(number := plain_number(tree.get(key)), int)]
-    done = [int(plain_number(numbers["step"])) for numbers in contents.numbers.values() if "step" in numbers]
+    steps = [number for key in _STEPS if isinstance(number := plain_numbers(tree.get(key)), int)]
+    done = [int(plain_numbers(numbers["step"])) for numbers in contents.numbers.values() if "step" in numbers]
     contents.take(
         progress={"global_steps": steps[0] if steps else max(done, default=0)},
         client={str(key): value for key, value in tree.items() if key not in _STEPS},

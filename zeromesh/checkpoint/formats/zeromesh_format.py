@@ -17,8 +17,8 @@ import torch
 from zeromesh.base.version import VERSION
 from zeromesh.checkpoint.boxes import Box, Reader
 from zeromesh.checkpoint.checkpoint_folder import Draft, require_free
-from zeromesh.checkpoint.contents import options
-from zeromesh.checkpoint.formats.form import Contents, plain_number
+from zeromesh.checkpoint.contents import options, plain_numbers
+from zeromesh.checkpoint.formats.form import Contents
 from zeromesh.checkpoint.manifest import BY_PARAMETER, MANIFEST, OF_STAGES, dtype_name, require_run
 from zeromesh.checkpoint.packing import StoredTensors, pack, unpack
 from zeromesh.checkpoint.rank_manifests import write_part
@@ -153,7 +153,7 @@ def _scalars(contents: Contents) -> dict[str, Any]:
             numbers.setdefault("step", contents.groups[contents.members[name]].get("step", done))
         scalars[name] = {
             # Torch's optimizers count their steps in tensors, whatever the other library did.
-            key: [float(plain_number(value)), "float32"]
+            key: [float(plain_numbers(value)), "float32"]
             if key == "step"
             else [value.item(), dtype_name(value.dtype)]
             if isinstance(value, torch.Tensor)

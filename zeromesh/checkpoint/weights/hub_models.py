@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zeromesh.base.files import inside, read_text
-from zeromesh.base.requirements import pip_install
+from zeromesh.base.requirements import imported
 
 MODEL_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -39,22 +39,16 @@ def model_folder(name: str | Path, weights: bool = True, revision: str = MAIN) -
         if revision != MAIN:
             raise ValueError(f"{str(name)!r} is a local folder, which has no revision {revision!r}; leave it out")
         return Path(name).expanduser()
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
-    except ImportError as error:
-        raise ValueError(
-            f"{str(name)!r} is not a local folder, and a model of the Hub needs the package huggingface_hub ({error}): "
-            + pip_install("huggingface_hub")
-        ) from None
+    needs = f"{str(name)!r} is not a local folder, and a model of the Hub needs the package huggingface_hub"
+    hub = imported("huggingface_hub", needs)
     patterns = [*SETTINGS, *(WEIGHTS if weights else ())]
-    fetch = functools.partial(snapshot_download, str(name), revision=revision, allow_patterns=patterns)
+    fetch = functools.partial(hub.snapshot_download, str(name), revision=revision, allow_patterns=patterns)
     # The cache first: all ranks, and a run that is resumed, take the same files, with or without a network.
     try:
         folder = Path(fetch(local_files_only=True))
         if _is_complete(folder, weights):
             return folder
-    except LocalEntryNotFoundError:
+    except hub.errors.LocalEntryNotFoundError:
         pass
     try:
         folder = Path(fetch())

@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from torch import nn
 
 from zeromesh.base.files import LARGEST_TEXT, require_regular
 from zeromesh.base.quantized_layers import is_quantized
-from zeromesh.base.requirements import pip_install
+from zeromesh.base.requirements import imported
 from zeromesh.base.words import nearest, some
 from zeromesh.checkpoint.weights.hub_models import MAIN as MAIN
 from zeromesh.checkpoint.weights.hub_models import configured
@@ -90,15 +89,10 @@ class Converted:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Tensors of a checkpoint that did not fit.
+    """Tensors of a checkpoint that did not fit."""
 
-    Attributes:
-        missing: parameters and persistent buffers of the model that it lacks, which keep the values that they have.
-        unexpected: its tensors that the model has no use for.
-    """
-
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
+    missing: tuple[str, ...]  # parameters and persistent buffers that it lacks, which keep the values that they have
+    unexpected: tuple[str, ...]  # its tensors that the model has no use for
 
 
 def from_pretrained(
@@ -434,9 +428,5 @@ def _local(folder: str | Path, weights: bool = True, revision: str = MAIN) -> Pa
 
 def require_transformers(module: str = "") -> Any:
     """Import transformers, or a module of it; raise ValueError if it is not installed."""
-    try:
-        return import_module(f"transformers.{module}" if module else "transformers")
-    except ImportError as error:
-        raise ValueError(
-            f"Hugging Face models need transformers, version 5 or newer ({error}): {pip_install('transformers')}"
-        ) from None
+    needs = "Hugging Face models need transformers, version 5 or newer"
+    return imported(f"transformers.{module}".rstrip("."), needs)

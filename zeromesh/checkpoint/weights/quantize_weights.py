@@ -23,7 +23,7 @@ from zeromesh.base.quantized_layers import (
     parts,
     weight_of,
 )
-from zeromesh.base.requirements import pip_install
+from zeromesh.base.requirements import imported
 from zeromesh.checkpoint.weights.weight_files import FileTensor
 from zeromesh.shard.parameters.deferred import compute_later, read_from, replayed
 from zeromesh.shard.parameters.materialise import replace
@@ -150,10 +150,7 @@ def values(layer: Any) -> Iterator[None]:
 
 def require_library(library: str) -> None:
     """Raise ValueError if a library cannot be imported."""
-    try:
-        import_module(library)
-    except ImportError as error:
-        raise ValueError(f"quantized weights need {library} ({error}): {pip_install(library)}") from None
+    imported(library, f"quantized weights need {library}")
 
 
 def _device() -> torch.device:

@@ -18,18 +18,12 @@ MOST_PHASES = 1000  # that are kept without an update, as in a long evaluation
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Mean seconds per update.
-
-    Attributes:
-        updates: number of them.
-        total: from the end of one update to that of the next.
-        phases: parts of ``total``; they add up to it.
-        inside: per phase the kinds of spans in it, each without the spans inside of it; the rest is the phase's own.
-    """
+    """Mean seconds per update."""
 
     updates: int
-    total: float
-    phases: dict[str, float]
+    total: float  # from the end of one update to that of the next
+    phases: dict[str, float]  # parts of ``total``; they add up to it
+    # Per phase the kinds of spans in it, each without the spans inside of it; the rest is the phase's own.
     inside: dict[str, dict[str, float]]
 
     def __add__(self, other: Breakdown) -> Breakdown:

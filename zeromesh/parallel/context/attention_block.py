@@ -25,25 +25,15 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Some queries, keys and values.
-
-    Attributes:
-        q: queries.
-        k: keys.
-        v: values.
-        causal: query i sees the keys 0 to i only, of as many.
-        scale: of the scores.
-        mask: which pairs are seen, bool of shape (batch or 1, 1, queries, keys); None: all.
-        cap: bound of the scores, which become ``cap * tanh(score / cap)``; None: there is none.
-    """
+    """Some queries, keys and values."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    causal: bool
-    scale: float
-    mask: Tensor | None = None
-    cap: float | None = None
+    causal: bool  # query i sees the keys 0 to i only, of as many
+    scale: float  # of the scores
+    mask: Tensor | None = None  # which pairs are seen, bool of shape (batch or 1, 1, queries, keys); None: all
+    cap: float | None = None  # bound of the scores, which become cap * tanh(score / cap); None: there is none
 
     def bias(self) -> Tensor | None:
         """Return what is added to the scores, in the dtype of the queries: of pairs that are not seen, -inf."""

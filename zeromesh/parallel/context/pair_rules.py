@@ -19,21 +19,13 @@ LEAST_TILE, MOST_TILE, TILES = 128, 2048, 16
 
 @dataclass(frozen=True)
 class PairRule:
-    """A query sees a key only if ``low <= of_queries[query] - of_keys[key] <= high``.
-
-    Attributes:
-        name: of the rule.
-        of_queries: a number of each token as a query, integers of shape (samples or 1, sequence).
-        of_keys: the same as a key.
-        low: least difference.
-        high: largest difference.
-    """
+    """A query sees a key only if ``low <= of_queries[query] - of_keys[key] <= high``."""
 
     name: str
-    of_queries: Tensor
-    of_keys: Tensor
-    low: int = -FAR
-    high: int = FAR
+    of_queries: Tensor  # a number of each token as a query, integers of shape (samples or 1, sequence)
+    of_keys: Tensor  # the same as a key
+    low: int = -FAR  # least difference
+    high: int = FAR  # largest difference
 
     def sees(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Return which keys queries see, bool of shape (samples, queries, keys), from these numbers of theirs."""
@@ -68,14 +60,10 @@ class PairBlock:
 
 
 class CausalPairs:
-    """All pairs whose key is not after the query, in the order of ``sequence_order.py``.
-
-    Attributes:
-        steps: distances to those ranks before whose keys some rank sees, in order.
-    """
+    """All pairs whose key is not after the query, in the order of ``sequence_order.py``."""
 
     def __init__(self, ranks: int) -> None:
-        self.steps = tuple(range(1, ranks))
+        self.steps = tuple(range(1, ranks))  # distances to those ranks before whose keys some rank sees, in order
 
     def pieces(self, rank: int, source: int, length: int) -> list[PairBlock]:
         """Return what a rank's ``length`` queries see of rank ``source``'s keys; pieces have no pair in common."""

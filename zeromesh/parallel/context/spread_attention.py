@@ -30,16 +30,11 @@ AUTO = "auto"  # ring for plain causal attention; for all other as many ranks sh
 
 
 class Subgroup:
-    """Some ranks of a group, which send to each other by their places among these.
-
-    Attributes:
-        size: number of them.
-        rank: place of this one.
-    """
+    """Some ranks of a group, which send to each other by their places among these."""
 
     def __init__(self, group: Group, ranks: Sequence[int]) -> None:
         self._group, self._ranks = group, ranks
-        self.size, self.rank = len(ranks), ranks.index(group.rank)
+        self.size, self.rank = len(ranks), ranks.index(group.rank)  # number of them, and place of this one
 
     def send_and_receive(self, sends: dict[int, Tensor], receives: dict[int, Tensor], tag: int, what: str) -> Pending:
         """See ``Group.send_and_receive``."""

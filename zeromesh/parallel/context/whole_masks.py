@@ -17,21 +17,13 @@ from zeromesh.parallel.context.pair_rules import PairRule
 
 @dataclass(frozen=True)
 class Whole:
-    """Describe whole sequences to attention.
+    """Describe whole sequences to attention."""
 
-    Attributes:
-        shape: (batch, sequence).
-        mask: which tokens are seen, bool of this shape; None: all.
-        positions: positions that the caller gave, int64 of this shape.
-        documents: number of each token's document, where there are several, int64 of this shape.
-        ends: True if the mask hides tokens at the end only, which no token that counts sees under causal attention.
-    """
-
-    shape: tuple[int, int]
-    mask: Tensor | None = None
-    positions: Tensor | None = None
-    documents: Tensor | None = None
-    ends: bool = False
+    shape: tuple[int, int]  # (batch, sequence)
+    mask: Tensor | None = None  # which tokens are seen, bool of this shape; None: all
+    positions: Tensor | None = None  # that the caller gave, int64 of this shape
+    documents: Tensor | None = None  # number of each token's document, where there are several, int64 of this shape
+    ends: bool = False  # the mask hides tokens at the end only, which no token that counts sees under causal attention
 
     def make(self, eager: bool, name: str, settings: dict[str, Any]) -> Tensor | None:
         """Make the mask that the model's mask function gives in one process, for sdpa, or for ``eager`` attention.

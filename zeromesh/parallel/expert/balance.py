@@ -25,19 +25,12 @@ OTHER, TOKENS, SQUARES = range(3)  # columns behind those of the experts: see ``
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """Load of a layer's experts in an update, over all ranks and micro-batches.
+    """Load of a layer's experts in an update, over all ranks and micro-batches."""
 
-    Attributes:
-        load: choices of each expert, as multiples of their mean: 1 each if they are even.
-        entropy: of the choices, as a share of that of even ones: 1 if even, 0 if all go to one expert.
-        dropped: share of the tokens' choices that no expert was given.
-        z_loss: mean of the squares of the router's log-sum-exp; None where it is not computed.
-    """
-
-    load: list[float]
-    entropy: float
-    dropped: float
-    z_loss: float | None
+    load: list[float]  # choices of each expert, as multiples of their mean: 1 each if they are even
+    entropy: float  # of the choices, as a share of that of even ones: 1 if even, 0 if all go to one expert
+    dropped: float  # share of the tokens' choices that no expert was given
+    z_loss: float | None  # mean of the squares of the router's log-sum-exp; None where it is not computed
 
 
 class Balance:

@@ -46,55 +46,39 @@ class Contract(Enum):
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts of one layer.
+    """Experts of one layer."""
 
-    Attributes:
-        name: of the module.
-        module: that has the parameters of all experts; for LISTED the list.
-        count: number of experts with parameters.
-        contract: what the module is called with.
-        splits: name of a parameter in the model -> its split over the ranks of the axis. Other parameters of ROUTED,
-            SORTED and STACKED, such as a norm's behind the experts, are used for the rows of any of them.
-        beyond: choices from ``count`` on, of experts without parameters. They need no other rank: a rank's part of the
-            module knows them by the numbers from ``count // ranks`` on.
-        sizes: (name of a module inside ``module``, name of its attribute) -> value with a rank's part of the experts.
-        caller: name of the module whose forward calls the experts: ``name`` itself, but for most LISTED.
-        choices: columns that the index of ROUTED needs: 2 where its forward fails with one choice of each row; the
-            second may be any expert, of weight 0.
-        mixes: whether an expert of LISTED mixes the rows of a call, so that owners compute each call by itself.
-    """
-
-    name: str
-    module: nn.Module
-    count: int
-    contract: Contract
+    name: str  # of the module
+    module: nn.Module  # that has the parameters of all experts; for LISTED the list
+    count: int  # of experts with parameters
+    contract: Contract  # what the module is called with
+    # Name of a parameter in the model -> its split over the ranks of the axis. Other parameters of ROUTED, SORTED and
+    # STACKED, such as a norm's behind the experts, are used for the rows of any of them.
     splits: Mapping[str, Split]
+    # Choices from ``count`` on, of experts without parameters. They need no other rank: a rank's part of the module
+    # knows them by the numbers from ``count // ranks`` on.
     beyond: int = 0
+    # (name of a module inside ``module``, name of its attribute) -> value with a rank's part of the experts.
     sizes: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    caller: str = ""
+    caller: str = ""  # name of the module whose forward calls the experts: ``name`` itself, but for most LISTED
+    # Columns that the index of ROUTED needs: 2 where its forward fails with one choice of each row; the second may be
+    # any expert, of weight 0.
     choices: int = 1
-    mixes: bool = False
+    mixes: bool = False  # an expert of LISTED mixes the rows of a call, so that owners compute each call by itself
 
 
 @dataclass(frozen=True)
 class Form:
-    """One way of reading a module's parameters as those of experts.
+    """One way of reading a module's parameters as those of experts."""
 
-    Attributes:
-        contract: what the module is called with.
-        count: number of experts with parameters.
-        beyond: choices from ``count`` on, of experts without parameters.
-        stacked: name of a parameter -> its rows for each expert, and its rows behind those of all experts.
-        sizes: (module inside, attribute) -> number of experts, or of experts and choices beyond.
-        choices: columns of the index that the forward of ROUTED needs; some fail at one.
-    """
-
-    contract: Contract
-    count: int
-    beyond: int
+    contract: Contract  # what the module is called with
+    count: int  # of experts with parameters
+    beyond: int  # choices from ``count`` on, of experts without parameters
+    # Name of a parameter -> its rows for each expert, and its rows behind those of all experts.
     stacked: Mapping[str, tuple[int, int]]
+    # (module inside, attribute) -> number of experts, or of experts and choices beyond.
     sizes: Mapping[tuple[str, str], int]
-    choices: int = 1
+    choices: int = 1  # columns of the index that the forward of ROUTED needs; some fail at one
 
     def objection(self, module: nn.Module, ranks: int) -> str:
         """Return how results differ where each rank computes with its experts; "" proves the form.

@@ -165,17 +165,11 @@ def _start(
 
 @dataclass(frozen=True)
 class Choice:
-    """Rows of a tensor, some of them several times; adding them up again is the transpose of taking them.
+    """Rows of a tensor, some of them several times; adding them up again is the transpose of taking them."""
 
-    Attributes:
-        rows: int64, shape ``(m,)``: which row of ``n`` each is.
-        order: int64, shape ``(m,)``: places in ``rows``, those of row 0 first, each row's in ascending order.
-        starts: int64, shape ``(n,)``: where the places of each row begin in ``order``.
-    """
-
-    rows: Tensor
-    order: Tensor
-    starts: Tensor
+    rows: Tensor  # int64, shape (m,): which row of n each is
+    order: Tensor  # int64, shape (m,): places in rows, those of row 0 first, each row's in ascending order
+    starts: Tensor  # int64, shape (n,): where the places of each row begin in order
 
     @classmethod
     def of(cls, rows: Tensor, times: Tensor) -> Choice:

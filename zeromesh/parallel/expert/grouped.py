@@ -21,17 +21,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of torch's kernels
 
 @dataclass(frozen=True)
 class GroupedExperts:
-    """Experts whose own forward computes by transformers' grouped products.
-
-    Attributes:
-        module: the experts.
-        product: transformers' product of rows by the matrices of their experts.
-        has_kernel: tells whether torch has a kernel for operands.
-    """
+    """Experts whose own forward computes by transformers' grouped products."""
 
     module: Any
-    product: Callable[..., Tensor]
-    has_kernel: Callable[..., bool]
+    product: Callable[..., Tensor]  # transformers' product of rows by the matrices of their experts
+    has_kernel: Callable[..., bool]  # tells whether torch has a kernel for operands
 
     @classmethod
     def of(cls, module: Any, forward: Callable[..., Tensor]) -> GroupedExperts | None:

@@ -52,19 +52,12 @@ class SelectionBias:
 
 @dataclass(frozen=True)
 class Router:
-    """Router of the experts of one layer.
+    """Router of the experts of one layer."""
 
-    Attributes:
-        experts: of the layer, from whose calls their choices are known.
-        choices: E, numbers that a choice may be: experts, and identity experts beyond them.
-        module: computes the logits; None where no module beside the experts has a row for each.
-        bias: None where the choice follows from the scores alone.
-    """
-
-    experts: Experts
-    choices: int
-    module: nn.Module | None
-    bias: SelectionBias | None
+    experts: Experts  # of the layer, from whose calls their choices are known
+    choices: int  # E, numbers that a choice may be: experts, and identity experts beyond them
+    module: nn.Module | None  # computes the logits; None where no module beside the experts has a row for each
+    bias: SelectionBias | None  # None where the choice follows from the scores alone
 
 
 def find_routers(model: nn.Module, experts: Sequence[Experts]) -> list[Router]:

@@ -47,15 +47,11 @@ def hooks_of(module: nn.Module) -> Hooks:
 
 
 class Backwards:
-    """Backwards and hooks that a run of a check comes to.
-
-    Attributes:
-        differentiates: True if the real forward computes gradients.
-        runs: True while a backward runs.
-    """
+    """Backwards and hooks that a run of a check comes to."""
 
     def __init__(self, run: Any, differentiates: bool) -> None:
-        self._run, self.differentiates, self.runs = run, differentiates, False
+        self._run, self.differentiates = run, differentiates  # whether the real forward computes gradients
+        self.runs = False  # a backward runs
         self._seen: set[Any] = set()  # hooks of saved tensors
 
     def followed(self) -> AbstractContextManager[None]:

@@ -94,20 +94,7 @@ class Constant(Tensor):
 
 
 class TokenRun(OperatorListener, Axis):
-    """One forward, as the axis over which sequences are split, and on which nothing is ever gathered.
-
-    Attributes:
-        dry: the mode in which the forward runs.
-        parts: number of parts of a sequence.
-        size: the same; where the code is told that the sequence is as long as a rank's part, a divisor of that.
-        has_whole: True while a module runs that is given whole sequences.
-        refused: the first error, which code may have caught.
-        seen: by function and place in the code, the numbers and shapes of its calls with a part of a sequence.
-        plain: the same of the numbers of its other calls.
-        ways: calls of the code.
-        way: the last one.
-        is_plain: True if parts are plain tensors, and calls are noted only.
-    """
+    """One forward, as the axis over which sequences are split, and on which nothing is ever gathered."""
 
     sums_sparse = True  # the engine sums those of its tables
 
@@ -120,17 +107,19 @@ class TokenRun(OperatorListener, Axis):
         other: TokenRun | None = None,
         attempt: int = 0,
     ) -> None:
-        self.dry = DryRun(self, guess, MOST_OPERATORS)
+        self.dry = DryRun(self, guess, MOST_OPERATORS)  # the mode in which the forward runs
         self.device, self._attempt = device, attempt
-        self.is_plain = False
-        self.ways: set[Way] = set()
-        self.way: Way | None = None
+        self.is_plain = False  # parts are plain tensors, and calls are noted only
+        self.ways: set[Way] = set()  # calls of the code
+        self.way: Way | None = None  # the last one
         self._names: Mapping[int, str] = {}  # of modules, by ``id``
         self._hooked: dict[str, tuple[nn.Module, Hooks]] = {}
         self.backwards = Backwards(self, torch.is_grad_enabled())
-        self.has_whole = False
-        self.refused: MixesTokens | None = None
+        self.has_whole = False  # a module runs that is given whole sequences
+        self.refused: MixesTokens | None = None  # the first error, which code may have caught
+        # Parts of a sequence; ``size`` is a divisor of them where code is told that the sequence is as long as a part.
         self.parts = self.size = parts
+        # By function and place in the code, numbers and shapes of its calls with a part of a sequence, and of others.
         self.seen: dict[tuple[str, str], set[Any]] = defaultdict(set)
         self.plain: dict[tuple[str, str], set[Any]] = defaultdict(set)
         # The run of the whole length; the code is told that of a part then.

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from threading import Lock
-from typing import Protocol
 from weakref import WeakMethod
 
 import torch
@@ -92,33 +91,6 @@ class GradientPolicy:
         if self.accumulate and layout.dtype.is_floating_point:
             return self.accumulate
         return torch.float32 if layout.dtype in (torch.float16, torch.bfloat16) else layout.dtype
-
-
-class SummedGradient(Protocol):
-    """A gradient between two updates, summed over the ranks: of a unit's flat buffer, or of a table's rows."""
-
-    used: list[bool]  # per parameter, whether a gradient arrived since the last update
-
-    def mark_used(self, used: Sequence[bool]) -> None:
-        """Set which parameters count as used since the last update."""
-
-    def values(self) -> torch.Tensor | None:
-        """Return this rank's part of the sum, 1-D as the master; of rows a copy."""
-
-    def counted_values(self, mesh: Mesh, index: int | None = None) -> Iterator[torch.Tensor]:
-        """Yield values, 1-D, that this rank counts in norms and no other does; of one parameter if ``index`` is one."""
-
-    def not_finite(self) -> str | None:
-        """Name a parameter with a value that is not finite on this rank; None if there is none."""
-
-    def scale(self, factor: float, index: int | None = None) -> None:
-        """Multiply what is summed by ``factor``; of one parameter if ``index`` is one."""
-
-    def count_once(self, mesh: Mesh) -> None:
-        """Keep the sum on the first of the ranks that hold copies of it, and drop the others, before more is added."""
-
-    def reset(self, keeps_memory: bool) -> None:
-        """Begin a new update: nothing has arrived."""
 
 
 class FullState(Enum):

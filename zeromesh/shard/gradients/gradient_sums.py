@@ -14,13 +14,16 @@ from zeromesh.base.kernels.sums import sum_of_squares
 from zeromesh.base.spans import span
 from zeromesh.comm.collectives import Group, Pending
 from zeromesh.comm.mesh import Mesh
-from zeromesh.shard.gradients.gradient import Gradient, GradientPolicy, SummedGradient
+from zeromesh.shard.gradients.gradient import Gradient, GradientPolicy
+from zeromesh.shard.tables.table import RowGradient
 
 SHARES = 1 << 22  # elements that are summed over the tensor axis in one message, or one parameter's if that has more
 
 SHARES_TAG = 13  # tag of these messages
 TIES_TAG = 64  # first tag, on the pipeline axis, of gradients of parameters that several stages have
 
+# A gradient between two updates, summed over the ranks: of a unit's flat buffer, or of a table's rows.
+SummedGradient = Gradient | RowGradient
 Place = tuple[SummedGradient, int]  # a parameter: its gradient, and its index there
 
 

@@ -18,9 +18,9 @@ from zeromesh.base.placement import Tier
 from zeromesh.base.spans import span
 from zeromesh.comm.collectives import Pending
 from zeromesh.comm.mesh import Mesh
-from zeromesh.shard.gradients.gradient import FullState, Gradient, GradientPolicy, ShardState, SummedGradient
+from zeromesh.shard.gradients.gradient import FullState, Gradient, GradientPolicy, ShardState
 from zeromesh.shard.gradients.gradient_memory import GradientMemory, HostSums
-from zeromesh.shard.gradients.gradient_sums import sum_copies
+from zeromesh.shard.gradients.gradient_sums import SummedGradient, sum_copies
 from zeromesh.shard.parameters.slots import Slot
 from zeromesh.shard.store.link import Link
 from zeromesh.shard.tables.table import RowArrival

@@ -220,17 +220,11 @@ class MemoryBlocks:
     The memory of a block, uint8 and 1-D, is lent until it is given back. ``Swap`` puts masters and optimizer states
     into blocks, in windows, and ``Stored`` parameters. Masters in halves are the form of a block, and updates during
     the backward are provisional writes: both work over any store.
-
-    Attributes:
-        in_memory: blocks count in host memory, and are changed in place, never provisionally.
-        nbytes: of the blocks.
-        host_bytes: of the buffers that they are lent in.
-        folder: of files; None here.
     """
 
-    in_memory = True
-    folder: Path | None = None
-    host_bytes = 0
+    in_memory = True  # blocks count in host memory, and are changed in place, never provisionally
+    folder: Path | None = None  # of files
+    host_bytes = 0  # of the buffers that blocks are lent in
 
     def __init__(
         self,

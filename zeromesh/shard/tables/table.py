@@ -57,7 +57,7 @@ class GradientState(Enum):
 
 
 class RowGradient:
-    """The gradient of a table's rows between two updates; a ``SummedGradient``."""
+    """The gradient of a table's rows between two updates, with the interface of a unit's ``Gradient``."""
 
     def __init__(self, table: Table, sent: torch.dtype) -> None:
         self._name, self._mesh, self._width, self._wire = table.full_name, table.mesh, table.width, table.wire

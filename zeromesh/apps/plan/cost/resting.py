@@ -9,15 +9,10 @@ from zeromesh.apps.plan.cost.cost import CostSource, Divided, ModelCost, TableCo
 
 @dataclass(frozen=True)
 class RestingCost:
-    """Model of which a rank has the experts that a micro-batch chooses, and no others.
+    """Model of which a rank has the experts that a micro-batch chooses, and no others."""
 
-    Attributes:
-        source: the model with all of its experts.
-        width: bytes of an element as computed with.
-    """
-
-    source: CostSource
-    width: int
+    source: CostSource  # the model with all of its experts
+    width: int  # bytes of an element as computed with
 
     @property
     def name(self) -> str:

@@ -19,11 +19,6 @@ class ChosenSchedule:
 
     With ``splits``, the backwards of those in ``EARLY`` give the input's gradient before the weights'.
 
-    Attributes:
-        name: of the schedule, or the path of its file.
-        from_file: its actions, or the costs that they are placed by, are in a file, which ranks read for themselves.
-        placement: rank of each stage, for which the model is cut.
-
     Raises:
         ValueError: there is no such schedule, or it does not fit the ranks and the micro-batches.
     """
@@ -40,7 +35,7 @@ class ChosenSchedule:
     ) -> None:
         self._splits = splits and schedule in EARLY
         self._ranks, self._chunks, self._costs_file, self._recompute = ranks, chunks, costs, recompute
-        self.name = str(schedule)
+        self.name = str(schedule)  # or the path of its file
         self._read = self._from_file(schedule) if isinstance(schedule, Path) else None
         if self._read is not None and costs is not None:
             raise ValueError(
@@ -49,9 +44,10 @@ class ChosenSchedule:
                 "would choose one; leave one of them out"
             )
         self._costs = None if costs is None else read_costs(Path(costs))
+        # Its actions, or the costs that they are placed by, are in a file, which ranks read for themselves.
         self.from_file = self._read is not None or self._costs is not None
         self._known = {microbatches: self._make(microbatches)}
-        self.placement = self._known[microbatches].placement
+        self.placement = self._known[microbatches].placement  # rank of each stage, for which the model is cut
 
     def of(self, microbatches: int) -> Schedule:
         """Return the schedule of a step. Raise ValueError if there is none, or it would move stages to other ranks."""
