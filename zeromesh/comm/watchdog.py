@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import io
 import os
 import sys
@@ -153,7 +154,14 @@ class Watchdog:
     @property
     def _frame(self) -> FrameType | None:
         """Return what the thread that waits runs."""
-        return sys._current_frames().get(self._thread)
+        # Python 3.11 may stop for good where garbage is collected inside of that call (its issue 106883).
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames().get(self._thread)
+        finally:
+            if collects:
+                gc.enable()
 
     def _wait(self) -> dict[str, Any] | None:
         """Return what this rank waits for: a collective of the engine, or one that the program called itself."""
