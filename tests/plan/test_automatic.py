@@ -1,6 +1,7 @@
 """Layouts that the configuration leaves to the planner: filled in at the start, on all ranks alike."""
 
 import logging
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,36 @@ def test_layers_are_split_where_only_that_fits_and_batches_are_ours(tmp_path: Pa
     # The user's own loader may give each rank other samples.
     (_, sizes), _ = run_ranks(llama_on_machine, 2, False, paths["smaller"])
     assert sizes["tensor"] == 1
+
+
+class Augmented(TensorDataset):
+    """Samples that differ from reading to reading."""
+
+    def __getitem__(self, index: Any) -> Any:
+        ids, labels = super().__getitem__(index)
+        return (ids + torch.randint(2, ids.shape) + random.randrange(2)) % 256, labels
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    "asked", [{"activation_checkpointing": "auto"}, {MICRO: "auto", "zero_optimization": {"stage": "auto"}}]
+)
+def test_a_run_draws_the_same_random_numbers_with_and_without_a_plan(
+    asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster("h100", 1).save(path := tmp_path / "machine.json")
+    monkeypatch.setenv(MACHINE, str(path))
+
+    def drawn(config: dict[str, Any]) -> tuple[list[int], int]:
+        torch.manual_seed(0)
+        random.seed(0)
+        model = Decoder(ModelShape(vocab_size=256, hidden_size=16, layers=2, heads=2, sequence_length=8))
+        data = Augmented(*(torch.zeros(16, 8, dtype=torch.long) for _ in range(2)))
+        engine, *_ = zeromesh.initialize(model=model, config=config, training_data=data)
+        engine.destroy()
+        return torch.randint(1000, (8,)).tolist(), random.randrange(1000)
+
+    assert drawn(BASE | asked) == drawn(BASE)
 
 
 def test_a_machine_file_that_is_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

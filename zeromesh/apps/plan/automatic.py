@@ -20,7 +20,7 @@ from zeromesh.apps.plan.cost.cost import Recompute
 from zeromesh.base.placement import PlacementRow, Tier
 from zeromesh.comm.agreement import agree_run, texts
 from zeromesh.comm.collectives import Group
-from zeromesh.comm.environment import Environment
+from zeromesh.comm.environment import Environment, device_of_group
 from zeromesh.config.batch_sizes import MICRO
 from zeromesh.config.planned_keys import MESH, OFFLOAD, STAGE, lines_of_overrides, overrides_of
 from zeromesh.config.planned_keys import asked_of_planner as asked_of_planner
@@ -85,8 +85,12 @@ def filled_in(
 
 def planned_by_first(world: Group, environment: Environment, what: str, plan: Callable[[], Any]) -> Any:
     """Return the first rank's plan, which JSON can tell, on all ranks; ``what`` is for errors. Collective."""
-    # One rank plans for all: what it measures of the machine may differ from rank to rank.
-    local_plan = agree_run(world, what, lambda: plan() if environment.rank == 0 else None)
+    from zeromesh.base.dry.model_copy import undisturbed
+
+    # One rank plans for all: what it measures of the machine may differ from rank to rank. Samples and measurements may
+    # draw random numbers, and this rank is to draw the same afterwards as without a plan, and as the others.
+    with undisturbed(device_of_group(environment)):
+        local_plan = agree_run(world, what, lambda: plan() if environment.rank == 0 else None)
     return json.loads(texts(world, json.dumps(local_plan))[0])
 
 

@@ -62,8 +62,11 @@ def choose(costs: Sequence[SavedCosts], budgets: Sequence[float]) -> tuple[RankP
             ranks.append(RankPlan(rank, best))
     if lacking_ranks:
         least, budget = max(lacking_ranks)
+        room = f"activations may take {budget / 1e9:.6g} GB of a device"
+        if budget < 0:
+            room = f"states without activations need {bytes_text(-budget)} more than a device has"
         raise ValueError(
-            f"activations may take {budget / 1e9:.6g} GB of a device, and no plan needs less than {bytes_text(least)}: "
+            f"{room}, and no plan needs less than {bytes_text(least)}: "
             f"set activation_checkpointing.budget_gb to {ceil(least / 1e3) / 1e6:.15g} or more, if the device has it, "
             "or choose a smaller micro-batch"
         )
