@@ -1,6 +1,7 @@
 """Ctrl-C while a save is waited for, and disks that take no note of a failure: what is saved stays what it was."""
 
 import errno
+import gc
 import os
 import signal
 import sys
@@ -35,7 +36,9 @@ def when_main_waits(act: Callable[[], object]) -> threading.Thread:
         names: list[str] = []
         while not names or names[0] not in ("wait", "_wait_for_tstate_lock") or not {"join", "finish"} & {*names}:
             time.sleep(0.001)
+            gc.disable()  # Python 3.11 may stop for good where garbage is collected inside of that call
             names = [frame.f_code.co_name for frame, _ in walk_stack(sys._current_frames()[main])]
+            gc.enable()
         act()
 
     main = threading.main_thread().ident
