@@ -25,9 +25,7 @@ class _How(NamedTuple):
 
     plan: BlockPlan
     store: ActivationStore | None = None  # where the plan moves tensors to; None: they stay where they are
-    compiled: Callable[[], tuple[Any, Any]] | None = (
-        None  # contexts in which torch's compiler traces it, where it keeps
-    )
+    compiled: Callable[[], tuple[Any, Any]] | None = None  # contexts in which torch's compiler traces it, if it keeps
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -99,8 +97,11 @@ def checkpoint_parts(
     Returns:
         What each call returns.
     """
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or _transforms():  # a recomputation would be outside of the transform
         return [function(*part) for part in zip(*map(cut, tensors), strict=True)]
+    if torch.compiler.is_compiling():  # the graph would break at what saves the tensors
+        how = _How(BlockPlan())
+        return [_checkpoint(how, function, modules, part, {}) for part in zip(*map(cut, tensors), strict=True)]
     inputs = _Saved(tensors, cut)
     results = []
     for number, part in enumerate(zip(*map(cut, tensors), strict=True)):
@@ -110,6 +111,11 @@ def checkpoint_parts(
             # Of no elements: torch keeps the random states of the devices of what it is given.
             results.append(_checkpoint(_How(BlockPlan()), call, modules, (part[0].new_empty(0),), {}))
     return results
+
+
+def _transforms() -> bool:
+    """Return whether torch.func, or automatic differentiation forward, computes."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
 class _Saved:
