@@ -346,5 +346,15 @@ def test_code_that_changes_later_is_refused_where_it_would_get_parts() -> None:
     with pytest.raises(ValueError, match=r"inside of model.layers.1.mlp \(LlamaMLP\) have changed"):
         engine(input_ids=ids)
     mlp.up_proj.forward = forward
+    mlp.forward, own = lambda x: mlp.down_proj(mlp.up_proj(x).softmax(-1)), mlp.__dict__.get("forward")
+    with pytest.raises(ValueError, match=r"inside of model.layers.1.mlp \(LlamaMLP\) have changed"):
+        engine(input_ids=ids)
+    mlp.__dict__.pop("forward") if own is None else setattr(mlp, "forward", own)
+    handle = mlp.register_forward_hook(lambda mlp, args, output: output * mlp.up_proj.weight.mean())
+    with pytest.raises(ValueError, match=r"hook of model.layers.1.mlp \(LlamaMLP\) reads weights of its layers"):
+        engine(input_ids=ids)
+    handle.remove()
+    mlp.register_forward_hook(lambda mlp, args, output: output * ids.weight if output is None else output)
+    mlp.up_proj.compile(backend="eager")
     engine(input_ids=ids)
     engine.destroy()

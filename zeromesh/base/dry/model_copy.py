@@ -155,8 +155,6 @@ def _alike(value: Any, values: bool) -> Any:
 class Same:
     """Equal to what holds the same object; held, so that no other gets its address, and copied with it."""
 
-    __slots__ = ("_value",)
-
     def __init__(self, value: Any) -> None:
         self._value = value
 

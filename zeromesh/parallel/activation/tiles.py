@@ -256,17 +256,12 @@ class _InTiles:
 
 def _deciding(code: tuple[tuple[Any, ...], ...]) -> list[tuple[Any, ...]]:
     """Leave out what has no say in whether tokens are apart: own hooks, which are given all of them, and switches."""
+    adapters = {kind for _, kind, *_ in code if kind.__module__.startswith("peft.")}
+    switches = {"p": {nn.Dropout}, "_disable_adapters": adapters}
     return [
-        (name, kind, [item for item in attributes if not _switches(kind, item[0])], hooks if name else ())
+        (name, kind, [(key, value) for key, value in attributes if kind not in switches.get(key, ())], name and hooks)
         for name, kind, attributes, hooks in code
     ]
-
-
-def _switches(kind: type[nn.Module], attribute: str) -> bool:
-    """Return whether an attribute is how much of a token is dropped, or whether adapters add to it."""
-    if attribute == "p":
-        return kind is nn.Dropout
-    return attribute == "_disable_adapters" and kind.__module__.startswith("peft.tuners.")
 
 
 @cache
