@@ -97,8 +97,6 @@ def _require_same_code(
     name: str, split: Mapping[str, nn.Module], code: list[Any] | None, module: nn.Module, args: Any
 ) -> None:
     """Refuse parts of activations in a user's code that is newer than the plan, and parts of weights in hooks."""
-    if torch.compiler.is_compiling():
-        return
     where = f"{name or 'the model'} ({type(module).__name__})"
     if reads_weights(module, [layer.rpartition(".")[2] for layer in split]):
         raise ValueError(
