@@ -326,10 +326,12 @@ def test_hooks_that_are_registered_later_are_refused_where_they_would_get_parts(
     assert all("register the hooks on the module around" in message for message in said)
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
 @on_ranks(2, timeout=LIMIT)
-def test_code_that_changes_later_is_refused_where_it_would_get_parts() -> None:
+def test_code_that_changes_later_is_refused_where_it_would_get_parts(compiled: bool) -> None:
     model = MODELS["llama"].build()
     config = {"train_batch_size": 1, "mesh": {"tensor": 2}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    config["compile"] = {"enabled": compiled, "backend": "eager"}
     engine = zeromesh.initialize(model=model, config=config)[0]
     mlp = engine.module.model.layers[1].mlp
     ids, gelu, forward = torch.ones(1, 4, dtype=torch.int64), mlp.act_fn, mlp.up_proj.forward
