@@ -135,6 +135,21 @@ def test_what_changes_inside_of_a_tiled_module_later_is_seen(caplog: pytest.LogC
     torch.testing.assert_close(copied(x), plain(x))
 
 
+def test_a_hook_in_the_place_of_another_or_in_a_copy_is_seen() -> None:
+    model = Mlp()
+    handle = model.up.register_forward_hook(lambda *_: None)
+    tiled = nn.Sequential(model)
+    tile_modules(tiled, find_tiled(tiled, [("0", model)]), 2)
+    copied, plain, x = copy.deepcopy(tiled), Mlp(), torch.randn(1, 5, 8)
+    plain.load_state_dict(model.state_dict())
+    handle.remove()
+    for hooked in (model, copied[0], plain):
+        hooked.up._forward_hooks.clear()
+        hooked.up.register_forward_hook(mean_off)
+    torch.testing.assert_close(tiled(x), plain(x))
+    torch.testing.assert_close(copied(x), plain(x))
+
+
 class PreNorm(nn.Module):
     """A block that ends with its layers."""
 
@@ -179,6 +194,39 @@ def test_a_recomputed_block_computes_its_tiles_twice(around: str) -> None:
     actual = gradients_of(model, around == "torch")
     assert lengths == [3, 3, 2, 3, 3, 2, *[2, 3, 3] * 4]
     torch.testing.assert_close(actual, gradients_of(plain, False), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("way", ["hook", "dropout", "compile", "vmap", "jvp"])
+def test_what_has_no_say_in_tokens_leaves_tiles_as_they_are(way: str) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.5), nn.Linear(32, 8))).double().eval()
+    plain, lengths, x = copy.deepcopy(model), list[int](), torch.randn(2, 1, 8, 8).double()
+    if way != "compile":  # which takes no hook that changes something
+        model[0][0].register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    tile_modules(model, find_tiled(model), 3)
+
+    def changed(both: Any) -> Any:
+        if way == "hook":
+            both[0].register_forward_hook(lambda _, args, output: output - args[0].mean(1, keepdim=True))
+        if way == "dropout":
+            both[0][1].p = 0.1
+        if way == "vmap":
+            return torch.func.vmap(both)
+        if way == "jvp":
+            return lambda x: torch.func.jvp(both, (x,), (x.cos(),))[1]
+        return torch.compile(both, backend="eager", fullgraph=True) if way == "compile" else both
+
+    call = changed(model)
+    lengths.clear()
+    x = x if way == "vmap" else x[0]
+    output = call(x)
+    assert lengths == ([] if way == "compile" else [3, 3, 2])
+    expected = changed(plain)(x)
+    torch.testing.assert_close(output, expected)
+    actual, wanted = (
+        torch.autograd.grad(result.square().sum(), list(part.parameters()), materialize_grads=True)
+        for result, part in ((output, model), (expected, plain))
+    )
+    torch.testing.assert_close(actual, wanted)
 
 
 def test_dropout_is_drawn_alike_in_the_recomputation() -> None:

@@ -122,6 +122,13 @@ class Around(nn.Module):
         return y.view(COUNT, len(x), WIDTH + self.more).sum(0)
 
 
+def hooked() -> Loop:
+    """Return a loop with a hook inside of one expert that mixes rows."""
+    model = Loop()
+    model.experts[2].get_submodule("up").register_forward_hook(lambda _, args, y: y - y.mean(0))
+    return model
+
+
 def build(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(3)
     return make().double()
@@ -162,6 +169,7 @@ def train(call: Callable[[Tensor], Any], x: Tensor) -> tuple[Tensor, Tensor]:
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "loop": (Loop, (7, WIDTH)),
     "wider": (lambda: Loop(more=3, top=1), (3, 5, WIDTH)),
+    "hooked": (hooked, (7, WIDTH)),
     "mixture": (Mixture, (3, 5, WIDTH)),
     "flat": (lambda: Around("flat"), (7, WIDTH)),
     "three dims": (lambda: Around("three"), (7, WIDTH)),
@@ -170,7 +178,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 CASES = [(name, empty, again) for name in MODELS for empty in (False, True) for again in (False, True)]
-QUICK = [("loop", True, True), ("mixture", False, False), ("flat", False, True), ("sorted", True, False)]
+QUICK = [
+    ("loop", True, True),
+    ("hooked", False, False),
+    ("mixture", False, False),
+    ("flat", False, True),
+    ("sorted", True, False),
+]
 
 
 @pytest.mark.parametrize(

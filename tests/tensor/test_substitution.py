@@ -326,10 +326,12 @@ def test_hooks_that_are_registered_later_are_refused_where_they_would_get_parts(
     assert all("register the hooks on the module around" in message for message in said)
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
 @on_ranks(2, timeout=LIMIT)
-def test_code_that_changes_later_is_refused_where_it_would_get_parts() -> None:
+def test_code_that_changes_later_is_refused_where_it_would_get_parts(compiled: bool) -> None:
     model = MODELS["llama"].build()
     config = {"train_batch_size": 1, "mesh": {"tensor": 2}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    config["compile"] = {"enabled": compiled, "backend": "eager"}
     engine = zeromesh.initialize(model=model, config=config)[0]
     mlp = engine.module.model.layers[1].mlp
     ids, gelu, forward = torch.ones(1, 4, dtype=torch.int64), mlp.act_fn, mlp.up_proj.forward
@@ -346,5 +348,15 @@ def test_code_that_changes_later_is_refused_where_it_would_get_parts() -> None:
     with pytest.raises(ValueError, match=r"inside of model.layers.1.mlp \(LlamaMLP\) have changed"):
         engine(input_ids=ids)
     mlp.up_proj.forward = forward
+    mlp.forward, own = lambda x: mlp.down_proj(mlp.up_proj(x).softmax(-1)), mlp.__dict__.get("forward")
+    with pytest.raises(ValueError, match=r"inside of model.layers.1.mlp \(LlamaMLP\) have changed"):
+        engine(input_ids=ids)
+    mlp.__dict__.pop("forward") if own is None else setattr(mlp, "forward", own)
+    handle = mlp.register_forward_hook(lambda mlp, args, output: output * mlp.up_proj.weight.mean())
+    with pytest.raises(ValueError, match=r"hook of model.layers.1.mlp \(LlamaMLP\) reads weights of its layers"):
+        engine(input_ids=ids)
+    handle.remove()
+    mlp.register_forward_hook(lambda mlp, args, output: output * ids.weight if output is None else output)
+    mlp.up_proj.compile(backend="eager")
     engine(input_ids=ids)
     engine.destroy()

@@ -165,9 +165,24 @@ LIBRARIES = ("torch", "transformers", "peft", "accelerate", "zeromesh")
 
 def of_library(value: Any) -> bool:
     """Return whether a function, or the class of another value, is not a user's."""
-    while isinstance(value, partial):
-        value = value.func
+    while (inner := getattr(value, "func" if isinstance(value, partial) else _COMPILED, None)) is not None:
+        value = inner
     return str(getattr(value, "__module__", "")).partition(".")[0] in LIBRARIES
+
+
+def reads_weights(module: nn.Module, layers: Collection[str]) -> bool:
+    """Return whether code of a user's hook of a module's forward names all its weights, or those of some layers."""
+    every: tuple[Any, ...] = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    for names in (_names_in(hook) for hook in every if not of_library(hook)):
+        named = not names.isdisjoint(layers) or any(
+            map(str.isdigit, layers)
+        )  # the names of those of a list are numbers
+        if names & (_WEIGHTS if named else _WEIGHTS - {"weight", "bias"}):
+            return True
+    return False
+
+
+_COMPILED = "_torchdynamo_orig_callable"  # attribute of what torch.compile returns: what it was given
 
 
 def user_hooks(module: nn.Module, kind: str) -> list[tuple[Any, bool]]:
@@ -200,16 +215,15 @@ def code_inside(module: nn.Module, apart: Collection[nn.Module]) -> list[Any]:
     Comparison of two such lists by ``is`` shows whether a user has put other code there; copies of both are alike, too.
 
     Args:
-        module: any; its own forward and hooks do not count.
+        module: any; its own hooks do not count.
         apart: parts whose hooks do not count.
     """
     code: list[Any] = []
     for part in module.modules():
         code.append(part)
-        code += [value for name, value in vars(part).items() if callable(value) and name != "forward"]
-        if part is not module:
-            forward = vars(part).get("forward")
-            code += [] if forward is None or of_library(forward) else [forward]
+        for name, value in vars(part).items():
+            if callable(value) and name != "_compiled_call_impl" and not (name == "forward" and of_library(value)):
+                code.append(value)
         if part is not module and part not in apart:
             code += [hook for kind in KINDS for hook, _ in user_hooks(part, kind)]
     return code

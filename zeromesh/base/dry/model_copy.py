@@ -126,7 +126,7 @@ def code_of(module: nn.Module, values: bool = True) -> tuple[tuple[Any, ...], ..
             name,
             type(part),
             tuple((key, _alike(value, values)) for key, value in vars(part).items() if _decides(key, value, values)),
-            tuple((kind, id(hook)) for kind in KINDS for hook, _ in user_hooks(part, kind)),
+            tuple((kind, Same(hook)) for kind in KINDS for hook, _ in user_hooks(part, kind)),
         )
         for name, part in module.named_modules(remove_duplicate=False)
     )
@@ -149,11 +149,24 @@ def _alike(value: Any, values: bool) -> Any:
         small = copied_value(value) if values and not isinstance(value, nn.Parameter) else None
         shown = None if small is None else str(small.tolist())
         return type(value), value.shape, value.dtype, value.requires_grad, shown
-    return (type(value), value) if isinstance(value, _NUMBERS) else id(value)
+    return (type(value), value) if isinstance(value, _NUMBERS) else Same(value)
+
+
+class Same:
+    """Equal to what holds the same object; held, so that no other gets its address, and copied with it."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
 
 
 _VALUES = frozenset({"training", "_parameters", "_buffers"})
-_OF_TORCH = vars(nn.Module()).keys() - _VALUES
+_OF_TORCH = (vars(nn.Module()).keys() | {"_compiled_call_impl"}) - _VALUES
 
 
 def is_odd(module: nn.Module) -> bool:

@@ -25,9 +25,7 @@ class _How(NamedTuple):
 
     plan: BlockPlan
     store: ActivationStore | None = None  # where the plan moves tensors to; None: they stay where they are
-    compiled: Callable[[], tuple[Any, Any]] | None = (
-        None  # contexts in which torch's compiler traces it, where it keeps
-    )
+    compiled: Callable[[], tuple[Any, Any]] | None = None  # contexts in which torch's compiler traces it, if it keeps
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -99,12 +97,17 @@ def checkpoint_parts(
     Returns:
         What each call returns.
     """
-    if not torch.is_grad_enabled():
+    # A recomputation would be outside of torch.func's transforms, and of automatic differentiation forward.
+    transforms = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    if transforms or not torch.is_grad_enabled():
         return [function(*part) for part in zip(*map(cut, tensors), strict=True)]
+    if torch.compiler.is_compiling():  # the graph would break at what saves the tensors
+        how = _How(BlockPlan())
+        return [_checkpoint(how, function, modules, part, {}) for part in zip(*map(cut, tensors), strict=True)]
     inputs = _Saved(tensors, cut)
     results = []
     for number, part in enumerate(zip(*map(cut, tensors), strict=True)):
-        call = partial(_call_part, function, inputs, number, [part])
+        call = partial(inputs.call, function, number, [part])
         # What torch saves for the call itself is nothing that a block around it would have to compute again.
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
             # Of no elements: torch keeps the random states of the devices of what it is given.
@@ -119,7 +122,11 @@ class _Saved:
         self._node: Any = _Save.apply(torch.empty(0, device="cpu", requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
         self._cut, self._parts, self._task = cut, dict[int, tuple[Tensor, ...]](), -1
 
-    def part(self, number: int) -> tuple[Tensor, ...]:
+    def call(self, function: Callable[..., Any], number: int, first: list[tuple[Tensor, ...]], _: Tensor) -> Any:
+        """Call a function with a part, which is given at first, and taken from what was saved later."""
+        return function(*(first.pop() if first else self._part(number)))
+
+    def _part(self, number: int) -> tuple[Tensor, ...]:
         """Return one part of each tensor."""
         task = torch._C._current_graph_task_id()
         if task == -1 or task != self._task or number not in self._parts:
@@ -138,13 +145,6 @@ class _Save(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise AssertionError("nobody differentiates by what is only saved")
-
-
-def _call_part(
-    function: Callable[..., Any], inputs: _Saved, number: int, first: list[tuple[Tensor, ...]], _: Tensor
-) -> Any:
-    """Call a function with a part, which is given at first, and taken from what was saved later."""
-    return function(*(first.pop() if first else inputs.part(number)))
 
 
 def checkpoint_modules(

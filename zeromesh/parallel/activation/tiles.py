@@ -223,12 +223,7 @@ class _InTiles:
 
     def __init__(self, module: nn.Module, name: str, tiled: Tiled, tokens: int) -> None:
         self._forward, self._module, self._name, self._tiled, self._tokens = module.forward, module, name, tiled, tokens
-        self._code: tuple[Any, ...] | None = code_of(module, values=False)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Functions and other objects of a copy are others, which it notes when it is first called.
-        same = self._code is None or self._code == code_of(self._module, values=False)
-        return vars(self) | {"_code": None if same else ()}
+        self._code = code_of(module, values=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's result."""
@@ -247,9 +242,8 @@ class _InTiles:
         if first.shape[dim] <= size:
             return self._forward(*args, **kwargs)
         now = code_of(self._module, values=False)
-        self._code = now if self._code is None else self._code
-        if now != self._code:
-            _tell_changed(self._name, kind, next((part[0] for part in now if part not in self._code), ""))
+        if now != self._code and (parts := _deciding(now)) != (checked := _deciding(self._code)):
+            _tell_changed(self._name, kind, next((part[0] for part in parts if part not in checked), ""))
             return self._forward(*args, **kwargs)
         call, modules = partial(self._of_tile, keys), list(self._module.modules())
         return torch.cat(checkpoint_parts(call, modules, tensors, lambda x: x.split(size, dim)), dim)
@@ -258,6 +252,16 @@ class _InTiles:
         begin = len(tensors) - len(keys)
         tensors = tuple(x.contiguous() for x in tensors)  # code may want views of what were whole sequences
         return self._forward(*tensors[:begin], **dict(zip(keys, tensors[begin:], strict=True)))
+
+
+def _deciding(code: tuple[tuple[Any, ...], ...]) -> list[tuple[Any, ...]]:
+    """Leave out what has no say in whether tokens are apart: own hooks, which are given all of them, and switches."""
+    adapters = {kind for _, kind, *_ in code if kind.__module__.startswith("peft.")}
+    switches = {"p": {nn.Dropout}, "_disable_adapters": adapters}
+    return [
+        (name, kind, [(key, value) for key, value in attributes if kind not in switches.get(key, ())], name and hooks)
+        for name, kind, attributes, hooks in code
+    ]
 
 
 @cache

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from zeromesh.base.containers import map_tensors, tensors_of
 from zeromesh.base.in_place import version
 from zeromesh.base.randomness import drawing_from, random_state, set_random_state
+from zeromesh.base.substitution import has_hooks
 from zeromesh.parallel.expert.rehearsal import rehearsal
 from zeromesh.parallel.expert.stacked import (
     DTYPES,
@@ -94,6 +95,7 @@ class ListedExperts:
         self._running = [module for module in block.modules() if id(module) not in others]
         self._running += dict.fromkeys([*experts, *experts[sharing.local[0]].modules()])
         self._forwards = [expert.forward for expert in experts]
+        self._inner = [[*expert.modules()][1:] for expert in experts]
         self._forms: dict[Any, tuple[int, torch.dtype]] = {}  # width and dtype of outputs, by what they depend on
         for index, expert in enumerate(experts):
             replace_forward(expert, partial(self._called, index))
@@ -209,7 +211,8 @@ class ListedExperts:
         results: list[list[Tensor]] = []
         by_local = zip(by_expert(arrived, senders), zip(*senders, strict=True), strict=True)
         for expert, (pieces, told) in zip(self._sharing.local, by_local, strict=True):
-            if self._mixes or any(outer for _, _, outer, _ in told):  # rows may belong together: each call by itself
+            # Hooks may mix rows, and rows of more dims may belong together: each call by itself.
+            if self._mixes or any(outer for _, _, outer, _ in told) or any(map(has_hooks, self._inner[expert])):
                 results.append([self._outer(expert, *call) for call in zip(pieces, told, strict=True)])
             elif any(calls for _, calls, *_ in told):
                 results.append(list(self._one(expert, torch.cat(pieces)).split([*map(len, pieces)])))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import is_not
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zeromesh.base.linear_arithmetic import is_transposed
 from zeromesh.base.model_names import BIASES, OF_SCORES
-from zeromesh.base.substitution import code_inside, computes_as, is_known
+from zeromesh.base.substitution import code_inside, computes_as, is_known, reads_weights
 from zeromesh.comm.collectives import Group
 from zeromesh.parallel.follow.activation_parts import join_parts, replace_forward
 from zeromesh.parallel.follow.token_check import TokenCheck
@@ -65,9 +65,9 @@ def apply(
     split = {member.name: member.module for member in resolved.members if member.style.plain}
     for name in {name.rpartition(".")[0] for name in split}:
         around = modules[name]
-        if is_known(around) or computes_as(around, nn.Sequential):  # others' code is followed
-            layers = {*split.values()}
-            around.register_forward_pre_hook(partial(_require_same_code, name, layers, code_inside(around, layers)))
+        known = is_known(around) or computes_as(around, nn.Sequential)  # others' code is followed
+        code = code_inside(around, {*split.values()}) if known else None
+        around.register_forward_pre_hook(partial(_require_same_code, name, split, code))
     join_parts(resolved, modules, blocks, [name for stack in stacks for name in stack.whole])
     _require_slow_paths(resolved, modules)
     for module in model.modules():
@@ -93,13 +93,19 @@ def apply(
         modules[name].register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _require_same_code(name: str, split: Collection[nn.Module], code: list[Any], module: nn.Module, args: Any) -> None:
-    """Refuse parts of activations in code that a user has put there since the plan was made."""
-    if torch.compiler.is_compiling():
-        return
-    now = code_inside(module, split)
-    if len(now) != len(code) or any(map(is_not, now, code)):
-        where = f"{name or 'the model'} ({type(module).__name__})"
+def _require_same_code(
+    name: str, split: Mapping[str, nn.Module], code: list[Any] | None, module: nn.Module, args: Any
+) -> None:
+    """Refuse parts of activations in a user's code that is newer than the plan, and parts of weights in hooks."""
+    where = f"{name or 'the model'} ({type(module).__name__})"
+    if reads_weights(module, [layer.rpartition(".")[2] for layer in split]):
+        raise ValueError(
+            f"a hook of {where} reads weights of its layers, of which this rank has a part; read them in "
+            "zeromesh.zero.GatheredParameters between steps, or give the layers the style replicate in "
+            "tensor_parallel.plan"
+        )
+    now = None if code is None else code_inside(module, {*split.values()})
+    if code and now and (len(now) != len(code) or any(map(is_not, now, code))):
         raise ValueError(
             f"modules, functions or hooks inside of {where} have changed since its layers were split, and would be "
             "given this rank's part of an activation; change them before zeromesh.initialize, or register hooks on the "
