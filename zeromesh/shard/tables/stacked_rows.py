@@ -204,7 +204,7 @@ class StackedTable(Table):
 
     def _used(self, tensor: torch.Tensor) -> None:
         """Let weights and states that somebody uses, and may change, miss no step, and be nowhere else."""
-        change_classes([tensor, *self._theirs], {watched: own for own, watched in self._watched.items()})
+        change_classes([tensor, *self._theirs], {watched: plain for plain, watched in self._watched.items()})
         self.settle(forget=True)
 
     def rule_of(self, optimizer: torch.optim.Optimizer, group: Options) -> str:
