@@ -68,7 +68,7 @@ class TokenCheck:
         # By name of a module that is given whole sequences, the places of other arguments that are parts of one.
         self.also_spread: dict[str, set[int | str]] = defaultdict(set)
         self._outside = 0  # how many of these run at present
-        self._graphs = 0
+        self._graphs = _compiled_graphs()
         self._applied = ExitStack()
         odd = next((name for name, module in model.named_modules() if "forward" in vars(module)), None)
         try:
@@ -187,9 +187,8 @@ class TokenCheck:
         """End a forward: check the code again if it took another way; raise MixesTokens."""
         forward, self._forward, self._outside = self._forward, None, 0
         self._applied.close()
-        dynamo = sys.modules.get("torch._dynamo.utils")
         # Compiled code is not followed, but compiled anew where it takes another way.
-        before, self._graphs = self._graphs, 0 if dynamo is None else dynamo.counters["stats"]["unique_graphs"]
+        before, self._graphs = self._graphs, _compiled_graphs()
         model, original = self._model, self._original()
         if forward is None or not completed or model is None or original is None:
             return
@@ -283,6 +282,12 @@ class TokenCheck:
         self._current = run
         with limited(SECONDS), run.watched():
             forward.call(copied, run)
+
+
+def _compiled_graphs() -> int:
+    """Return how many graphs torch has compiled in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 class Following(TorchFunctionMode):
