@@ -124,7 +124,7 @@ class Rank:
 
         from zeromesh.comm import local
 
-        local._place = lambda: f"host {self._host}"  # ranks of different hosts have no memory in common
+        local.network_place = lambda: f"host {self._host}"  # ranks of different hosts have no memory in common
         send = ProcessGroup.send
 
         def carry(group: Any, tensors: list[Any], to: int, tag: int, target: int) -> Any:
