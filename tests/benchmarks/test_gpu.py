@@ -327,6 +327,7 @@ def test_experts_train_in_each_place_to_the_same_weights(tmp_path: Path) -> None
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1200)  # some forty steps, each in processes of its own
 def test_the_rehearsal_runs_every_step_on_the_cpu(tmp_path: Path) -> None:
     command = [sys.executable, str(gpu.ROOT / "benchmarks" / "gpu.py"), "--rehearse", "--out", tmp_path]
     done = run_command([*command, "--date", "2026-01-02"], timeout=1200)
