@@ -371,7 +371,14 @@ def measure_watchdog(cell: Cell, steps: int) -> dict[str, Any]:
         for number in range(1, machines):
             ranks = range(number * ON_MACHINE, min((number + 1) * ON_MACHINE, cell.world))
             line: dict[str, Any] = {"beat": f"{ranks[0]}:{look}", "place": f"place {number}", "host": f"host {number}"}
-            line |= {"processes": dict.fromkeys(ranks, 1), "quiet": {}, "waits": [], "waiting": None, "echo": None}
+            line |= {
+                "processes": dict.fromkeys(ranks, 1),
+                "quiet": {},
+                "waits": [],
+                "due": 0,
+                "waiting": None,
+                "echo": None,
+            }
             store.set(f"zeromesh/nodes/{number}", json.dumps(line))
 
     store = CountingStore(dist.HashStore())
