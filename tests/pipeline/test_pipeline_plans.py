@@ -1,5 +1,6 @@
 """Stages whose blocks follow a plan of saved tensors compute the bits of keeping everything, in the planned bytes."""
 
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,10 +58,17 @@ def trained(name: str, schedule: dict[str, Any], section: Any, further: dict[str
     return Trained(losses, state, live.peak, plans[0].ranks if plans else ())
 
 
-def both(name: str, schedule: dict[str, Any], megabytes: float, further: dict[str, Any]) -> tuple[Trained, Trained]:
-    """Train with everything kept, and under a budget."""
+def both(
+    name: str,
+    schedule: dict[str, Any],
+    megabytes: float,
+    further: dict[str, Any],
+    machine: dict[str, str] | None = None,
+) -> tuple[Trained, Trained]:
+    """Train with everything kept, and under a budget; ``machine`` names the file of one by the variable for it."""
     section = {"enabled": True, "granularity": "auto", "budget_gb": megabytes / 1e3}
-    return trained(name, schedule, {"enabled": False}, further), trained(name, schedule, section, further)
+    with patch.dict(os.environ, machine or {}):  # in this rank, which may have started before the test
+        return trained(name, schedule, {"enabled": False}, further), trained(name, schedule, section, further)
 
 
 MOVES = {"bf16": {"enabled": True}}
@@ -94,12 +102,10 @@ def test_planned_stages_compute_the_bits_of_keeping_everything_in_the_planned_by
     megabytes: float,
     further: dict[str, Any],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if further == MOVES:
-        cluster("h100", 2).save(path := tmp_path / "machine.json")
-        monkeypatch.setenv(MACHINE, str(path))
-    ranks = run_ranks(both, 2, name, schedule, megabytes, further)
+    cluster("h100", 2).save(path := tmp_path / "machine.json")
+    machine = {MACHINE: str(path)} if further == MOVES else {}
+    ranks = run_ranks(both, 2, name, schedule, megabytes, further, machine)
     planned = ranks[0][1].planned
     assert not all(plan.keeps_all for rank in planned for plan in rank.plans)
     assert any(plan.moves for rank in planned for plan in rank.plans) is (further == MOVES)
