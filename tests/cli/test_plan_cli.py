@@ -139,6 +139,8 @@ def test_a_loss_in_chunks_is_counted(tiny: Path, tmp_path: Path) -> None:
 
     whole, chunked = (json.loads(explained(str(tiny), chunked_loss=on).stdout) for on in (False, True))
     assert chunked["states"]["device"]["temporary"] < whole["states"]["device"]["temporary"]
+    narrow = json.loads(explained(str(tiny), chunked_loss=True, bf16={"enabled": True}).stdout)
+    assert narrow["states"]["device"]["activation"] < 0.8 * chunked["states"]["device"]["activation"]  # fp32 has twice
     refused = explained("7b", chunked_loss=True)
     assert refused.exit_code == 2
     assert "chunked_loss of 7b cannot be planned" in refused.output

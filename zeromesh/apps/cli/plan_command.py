@@ -39,7 +39,7 @@ from zeromesh.base.drawing import require_picture
 from zeromesh.base.machine import MACHINE, devices
 from zeromesh.base.progress import SearchBar
 from zeromesh.base.words import bytes_text, counted, scaled_text
-from zeromesh.engine.initialize.widths import PRECISIONS
+from zeromesh.engine.initialize.widths import PRECISIONS, precision_of
 
 WIDEST = 120  # characters of a line
 BAR = 16
@@ -126,7 +126,8 @@ def plan(question: PlanQuestion, machine: Machine) -> bool:
         return _largest(question, machine, precision)
     explained = None if question.explain is None else TrainSettings.load(question.explain)
     tiles = WHOLE_SEQUENCES if explained is None else tiles_of(explained)
-    asked = asked_model(question.model, precision, question.adapters, tiles)
+    traced = precision if explained is None else precision_of(explained)
+    asked = asked_model(question.model, traced, question.adapters, tiles)
     if explained is not None:
         return _explain(question, explained, asked, machine)
     request, assumed = _request(question, asked, machine, precision)
