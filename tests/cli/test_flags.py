@@ -251,7 +251,7 @@ ROWS = [
         f"{SMALL} --gpu h100 --gpus 2 --batch 8 --sequence 64 --out {{folder}}",
         ("--layouts", "--layouts 1", shorter),
         ("--tokens", "--tokens 1e9", "1.00 G tokens take"),
-        ("--picture", "--picture {out}", "PNG"),
+        ("--picture", "--picture {out}.png", "PNG"),
         ("--out", "--out {folder}/other", "other"),
         ("--explain", "--explain {new}", differs),
         ("--json", "--json", r"^\{"),
@@ -270,7 +270,7 @@ ROWS = [
         "verify",
         "{new}",
         ("--json", "--json", r"^\{"),
-        ("--picture", "--picture {out}", "PNG"),
+        ("--picture", "--picture {out}.png", "PNG"),
         full=True,
     ),
 ]
